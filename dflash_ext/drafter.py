@@ -1,0 +1,383 @@
+"""The drafter: a Qwen3-style block decoder over the target's features (semantics.md, "Drafter").
+
+Parameters are the fp32 masters, under the checkpoint's own names. A forward computes in the dtype
+of its inputs and casts the weights on the way, so optimizer state and resume are plain fp32
+torch and never meet bf16 (requirement 10).
+Shapes: T context rows, N blocks, B slots, K taps, Ht target hidden, H hidden, Hq / Hkv heads,
+D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash_ext.errors import UserError
+from dflash_ext.ops import AttentionLayout, build_layout, dflash_attention
+from dflash_ext.ops.layout import BLOCK_SIZES
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Shape of a drafter; validated on construction (UserError says expected and got)."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    layer_types: tuple[str, ...]
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    """Tapped decoder layers of the target; id i is the OUTPUT of layer i, before any final norm."""
+    num_target_layers: int
+    target_hidden_size: int
+    sliding_window: int | None = None
+    attention_bias: bool = False
+    is_causal: bool | None = None
+    """Override of in-block causality for every layer; None: sliding causal, full not."""
+
+    def __post_init__(self) -> None:
+        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")
+        for name in (*sizes, "vocab_size", "max_position_embeddings", "num_target_layers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"drafter {name} {getattr(self, name)} must be at least 1")
+        if self.head_dim not in HEAD_DIMS:
+            raise UserError(f"drafter head_dim {self.head_dim} is not supported: use {HEAD_DIMS}")
+        if self.block_size not in BLOCK_SIZES:
+            raise UserError(f"block_size {self.block_size} is not supported: use {BLOCK_SIZES}")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"drafter num_heads {self.num_heads} must be a multiple of "
+                f"num_kv_heads {self.num_kv_heads}"
+            )
+        if self.hidden_size != self.target_hidden_size:
+            raise UserError(
+                f"drafter hidden_size {self.hidden_size} must equal the target's "
+                f"{self.target_hidden_size}: embedding and lm_head are the target's own"
+            )
+        if not (self.rms_norm_eps > 0 and self.rope_theta > 0):
+            raise UserError(
+                f"rms_norm_eps {self.rms_norm_eps} and rope_theta {self.rope_theta} must be above 0"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise UserError(
+                f"mask_token_id {self.mask_token_id} is outside the vocabulary 0.."
+                f"{self.vocab_size - 1}: choose a row of the target's embedding"
+            )
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        if len(self.layer_types) != self.num_layers:
+            raise UserError(
+                f"expected {self.num_layers} layer_types (num_layers), got {len(self.layer_types)}"
+            )
+        if unknown := set(self.layer_types) - {FULL, SLIDING}:
+            raise UserError(f"layer_types {sorted(unknown)} are unknown: use {FULL} or {SLIDING}")
+        if SLIDING in self.layer_types and (self.sliding_window or 0) < 1:
+            raise UserError(
+                f"{SLIDING} layers need sliding_window of at least 1, got {self.sliding_window}"
+            )
+        ids = self.target_layer_ids
+        if not ids or len(set(ids)) != len(ids):
+            raise UserError(f"target_layer_ids {list(ids)} must be one or more distinct layers")
+        for i in ids:
+            if not 0 <= i < self.num_target_layers:
+                raise UserError(
+                    f"target_layer_ids has {i}, expected ids 0..{self.num_target_layers - 1} "
+                    f"of the target's {self.num_target_layers} decoder layers"
+                )
+
+    @property
+    def feature_width(self) -> int:
+        """K * Ht, columns of a feature batch."""
+        return len(self.target_layer_ids) * self.target_hidden_size
+
+    def causal(self, layer_type: str) -> bool:
+        """Whether slot k of a block sees only slots m <= k in layers of this type."""
+        return layer_type == SLIDING if self.is_causal is None else self.is_causal
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dimension; the arithmetic is fp32 whatever the dtype of x."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """nn.Linear that computes in the dtype of x; the fp32 master is cast, its gradient is fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32 [rows, 1, D/2], of int64 positions [rows]."""
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angle = positions.float()[:, None] / theta**exponent
+    return angle.cos()[:, None], angle.sin()[:, None]
+
+
+def apply_rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Half (neox) rotation of x [rows, heads, D] in fp32, returned in the dtype of x."""
+    cos, sin = tables
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Queries from block rows; keys and values from context and block rows, same projections."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = D
+        self.q_proj = Linear(H, config.num_heads * D, bias=bias)
+        self.k_proj = Linear(H, config.num_kv_heads * D, bias=bias)
+        self.v_proj = Linear(H, config.num_kv_heads * D, bias=bias)
+        self.o_proj = Linear(config.num_heads * D, H, bias=bias)
+        self.q_norm = RMSNorm(D, config.rms_norm_eps)
+        self.k_norm = RMSNorm(D, config.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, self.head_dim)
+
+    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """K (normed per head, rotated) and V (neither), each [rows, Hkv, D], of x [rows, H]."""
+        key = apply_rope(self.k_norm(self._heads(self.k_proj(x))), rope)
+        return key, self._heads(self.v_proj(x))
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        context_kv: tuple[Tensor, Tensor],
+        layout: AttentionLayout,
+    ) -> Tensor:
+        query = apply_rope(self.q_norm(self._heads(self.q_proj(x))), rope)
+        out = dflash_attention(query, *context_kv, *self.keys_values(x, rope), layout)
+        return self.o_proj(out.flatten(1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig, layer_type: str) -> None:
+        super().__init__()
+        self.layer_type = layer_type
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        h: Tensor,
+        rope: tuple[Tensor, Tensor],
+        context_kv: tuple[Tensor, Tensor],
+        layout: AttentionLayout,
+    ) -> Tensor:
+        h = h + self.self_attn(self.input_layernorm(h), rope, context_kv, layout)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+@dataclass
+class DrafterCache:
+    """Keys and values of the context rows seen so far, per layer, for one document."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    """L tensors [capacity, Hkv, D]; rows from `length` on are not yet written."""
+    values: list[Tensor] = field(default_factory=list)
+    length: int = 0
+    """Context rows held = position of the next anchor."""
+
+
+class Drafter(nn.Module):
+    """Parameter names are exactly the exported checkpoint's (semantics.md, "Checkpoint")."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = Linear(config.feature_width, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config, kind) for kind in config.layer_types)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def encode_context(self, features: Tensor) -> Tensor:
+        """c [T, H] of features [T, K*Ht]: computed once, feeds every layer."""
+        width = self.config.feature_width
+        if features.dim() != 2 or features.shape[1] != width:
+            taps, hidden = len(self.config.target_layer_ids), self.config.target_hidden_size
+            raise UserError(
+                f"expected features of {taps} taps x {hidden} = {width} columns, "
+                f"got {tuple(features.shape)}"
+            )
+        return self.hidden_norm(self.fc(features))
+
+    def layouts(
+        self, ctx_start: Tensor, ctx_end: Tensor, num_ctx: int
+    ) -> dict[str, AttentionLayout]:
+        """Attention layout of each layer type present, for blocks over `num_ctx` context rows."""
+        return {
+            kind: build_layout(
+                ctx_start,
+                ctx_end,
+                num_ctx=num_ctx,
+                block_size=self.config.block_size,
+                window=self.config.sliding_window if kind == SLIDING else None,
+                causal=self.config.causal(kind),
+            )
+            for kind in sorted(set(self.config.layer_types))
+        }
+
+    def stack(self) -> list[Layer]:
+        """The decoder layers, typed."""
+        return cast("list[Layer]", list(self.layers))
+
+    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+
+    def forward(
+        self,
+        block_embeds: Tensor,
+        context: Tensor,
+        block_positions: Tensor,
+        context_positions: Tensor,
+        layouts: Mapping[str, AttentionLayout],
+    ) -> Tensor:
+        """Hidden rows [N*B, H] after the final norm, ready for the target's lm_head.
+
+        block_embeds [N*B, H]: the target's embedding of the block tokens; context [T, H] from
+        `encode_context`, same dtype; positions int64, inside the document; layouts from `layouts`.
+        """
+        block_rope, context_rope = self._rope(block_positions), self._rope(context_positions)
+        h = block_embeds
+        for layer in self.stack():
+            # The context bypasses input_layernorm: hidden_norm has already scaled it.
+            context_kv = layer.self_attn.keys_values(context, context_rope)
+            h = layer(h, block_rope, context_kv, layouts[layer.layer_type])
+        return self.norm(h)
+
+    def new_cache(
+        self, capacity: int, *, device: torch.device | str, dtype: torch.dtype
+    ) -> DrafterCache:
+        """An empty cache for up to `capacity` context rows of one document."""
+        shape = (capacity, self.config.num_kv_heads, self.config.head_dim)
+
+        def empty() -> list[Tensor]:
+            return [torch.empty(shape, device=device, dtype=dtype) for _ in self.layers]
+
+        return DrafterCache(keys=empty(), values=empty())
+
+    @torch.no_grad()
+    def extend_cache(self, cache: DrafterCache, features: Tensor) -> None:
+        """Append context rows from features [t, K*Ht] at positions cache.length .. + t - 1."""
+        begin, end = cache.length, cache.length + features.shape[0]
+        capacity = cache.keys[0].shape[0]
+        if end > capacity:
+            raise ValueError(f"drafter cache of {capacity} rows cannot hold {end}")
+        context = self.encode_context(features)
+        rope = self._rope(torch.arange(begin, end, device=features.device))
+        for layer, keys, values in zip(self.stack(), cache.keys, cache.values):
+            keys[begin:end], values[begin:end] = layer.self_attn.keys_values(context, rope)
+        cache.length = end
+
+    @torch.no_grad()
+    def draft(self, cache: DrafterCache, block_embeds: Tensor) -> Tensor:
+        """Hidden rows [B, H] of one block (embeddings [B, H]) anchored at row cache.length."""
+        T, B, device = cache.length, self.config.block_size, block_embeds.device
+        layouts = self.layouts(
+            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.full((1,), T, dtype=torch.int32, device=device),
+            T,
+        )
+        rope = self._rope(torch.arange(T, T + B, device=device))
+        h = block_embeds
+        for layer, keys, values in zip(self.stack(), cache.keys, cache.values):
+            h = layer(h, rope, (keys[:T], values[:T]), layouts[layer.layer_type])
+        return self.norm(h)
+
+
+@torch.no_grad()
+def init_from_target(drafter: Drafter, layers: nn.ModuleList, final_norm: Tensor | None) -> None:
+    """Start the drafter as the target's own last L decoder layers.
+
+    `layers` are the target's decoder layers with Llama / Qwen parameter names (self_attn.q_proj,
+    mlp.gate_proj, input_layernorm, ...), `final_norm` its final norm weight [H] or None for 1.
+    `fc` becomes the identity on the last tap and `hidden_norm` 1, so the first context is that tap
+    normalised; q_norm / k_norm are the target's, or 1 where it has none (RMSNorm by 1 is then a
+    change of scale that training absorbs). A bias the target has and the drafter lacks is dropped.
+    UserError if a parameter is missing or of another shape: choose the drafter's head counts,
+    head_dim and intermediate_size equal to the target's, or init "random".
+    """
+    config = drafter.config
+    if len(layers) < config.num_layers:
+        raise UserError(
+            f"init 'target': the drafter has {config.num_layers} layers, "
+            f"the target only {len(layers)}; use fewer layers or init 'random'"
+        )
+    first = len(layers) - config.num_layers
+    for i, layer in enumerate(drafter.stack()):
+        source = dict(layers[first + i].named_parameters())
+        wanted = {name for name, _ in layer.named_parameters()}
+        if extra := [name for name in source if name not in wanted and not name.endswith(".bias")]:
+            raise UserError(
+                f"init 'target': target layer {first + i} has {extra[0]}, which a drafter layer "
+                "lacks, so its weights would mean something else there; use init 'random'"
+            )
+        for name, parameter in layer.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")) and name not in source:
+                parameter.fill_(1.0)
+                continue
+            if name.endswith(".bias") and name not in source:
+                parameter.zero_()
+                continue
+            found = tuple(source[name].shape) if name in source else None
+            if found != tuple(parameter.shape):
+                raise UserError(
+                    f"init 'target': {name} is {found or 'missing'} in target layer {first + i}, "
+                    f"expected {tuple(parameter.shape)}; give the drafter the target's shapes "
+                    "or use init 'random'"
+                )
+            parameter.copy_(source[name])
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -config.hidden_size :].fill_diagonal_(1.0)
+    drafter.hidden_norm.weight.fill_(1.0)
+    drafter.norm.weight.copy_(torch.ones(config.hidden_size) if final_norm is None else final_norm)
