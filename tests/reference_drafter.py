@@ -92,5 +92,5 @@ def reference_hidden(
         n = _rms(h, w[p + "post_attention_layernorm.weight"], eps)
         gate, up = linear(n, "mlp.gate_proj"), linear(n, "mlp.up_proj")
         h = h + linear(gate * torch.sigmoid(gate) * up, "mlp.down_proj")
-    assert T == len(doc_of_ctx)
+    assert len(doc_of_ctx) == T
     return _rms(h, w["norm.weight"], eps)
