@@ -1,0 +1,186 @@
+"""The objective: cross-entropy over the target's vocabulary without the logits of a batch.
+
+Logits exist for one chunk of rows at a time. The gradient with respect to the hidden rows is
+computed in the same visit (two matrix products, nothing recomputed); the head is frozen and gets
+none. Unsupervised rows are never passed in, so they cost nothing.
+Shapes: R supervised rows, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dflash_ext.errors import UserError
+
+LossKind = Literal["ce", "dpace"]
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """One micro-batch. Sum numerators and weights over micro-batches, divide once at the end."""
+
+    numerator: Tensor
+    """fp32 scalar, differentiable: sum of weight * cross-entropy."""
+    weight: Tensor
+    """fp32 scalar: sum of the weights used."""
+    cross_entropy: Tensor
+    """fp32 [R], unweighted."""
+    probability: Tensor
+    """fp32 [R]: the drafter's probability of the label."""
+    prediction: Tensor
+    """int64 [R]: the greedy token."""
+    rank: Tensor
+    """int64 [R]: number of tokens with a larger logit than the label."""
+
+
+def chunk_bounds(
+    rows_per_block: Sequence[int], chunk_rows: int
+) -> Iterator[tuple[int, int, list[int]]]:
+    """(first row, end row, rows of each block) of chunks of whole blocks, at most chunk_rows each.
+
+    A block larger than chunk_rows is a chunk of its own (blocks hold at most 31 rows).
+    """
+    if chunk_rows < 1:
+        raise UserError(f"chunk_rows {chunk_rows} must be at least 1")
+    start = end = 0
+    sizes: list[int] = []
+    for rows in rows_per_block:
+        if end > start and end + rows - start > chunk_rows:
+            yield start, end, sizes
+            start, sizes = end, []
+        if rows:
+            sizes.append(rows)
+            end += rows
+    if end > start:
+        yield start, end, sizes
+
+
+def dpace_weights(probability: Tensor, sizes: Sequence[int], alpha: float) -> Tensor:
+    """D-PACE weights fp32 [R] of blocks holding `sizes` consecutive rows each.
+
+    With q = (1 - alpha) * p(label) + alpha, w_j = sum over m >= j of the product of q_1 .. q_m:
+    the expected number of accepted slots that a right slot j takes part in.
+    """
+    longest, device = max(sizes), probability.device
+    cells = [block * longest + j for block, size in enumerate(sizes) for j in range(size)]
+    cell = torch.tensor(cells, dtype=torch.int64)
+    cell = cell.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else cell
+    # Cells after a block's last row hold q = 0, so their products add nothing to the sums.
+    q = torch.zeros(len(sizes) * longest, device=device)
+    q[cell] = (1 - alpha) * probability + alpha
+    reach = q.view(len(sizes), longest).cumprod(1)
+    return reach.flip(1).cumsum(1).flip(1).flatten()[cell]
+
+
+def _logits(hidden: Tensor, head_weight: Tensor) -> Tensor:
+    """fp32 [rows, V]; on CUDA the bf16 product is accumulated and returned in fp32."""
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+        return torch.mm(hidden, head_weight.T, out_dtype=torch.float32)
+    return (hidden @ head_weight.T).float()
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head_weight: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+        rows_per_block: Sequence[int],
+        kind: LossKind,
+        alpha: float,
+        chunk_rows: int,
+    ) -> tuple[Tensor, ...]:
+        R = hidden.shape[0]
+        cross_entropy, used = hidden.new_zeros((2, R), dtype=torch.float32)
+        prediction, rank = torch.zeros((2, R), dtype=torch.int64, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        for start, end, sizes in chunk_bounds(rows_per_block, chunk_rows):
+            rows = slice(start, end)
+            label = labels[rows, None]
+            logits = _logits(hidden[rows], head_weight)
+            at_label = logits.gather(1, label)
+            prediction[rows] = logits.argmax(1)
+            rank[rows] = (logits > at_label).sum(1)
+            normaliser = logits.logsumexp(1, keepdim=True)
+            cross_entropy[rows] = (normaliser - at_label)[:, 0]
+            if kind == "dpace":
+                used[rows] = dpace_weights(cross_entropy[rows].neg().exp(), sizes, alpha)
+            else:
+                used[rows] = weights[rows]
+            if grad_hidden is not None:
+                # d(w * CE)/d logits = w * (softmax - onehot), written over the logits themselves.
+                weight = used[rows, None]
+                grad = logits.sub_(normaliser).exp_().mul_(weight)
+                grad.scatter_add_(1, label, -weight)
+                grad_hidden[rows] = grad.to(hidden.dtype) @ head_weight
+        ctx.save_for_backward(grad_hidden)
+        others = (used.sum(), cross_entropy, cross_entropy.neg().exp(), prediction, rank)
+        ctx.mark_non_differentiable(*others)
+        return (used * cross_entropy).sum(), *others
+
+    @staticmethod
+    def backward(ctx: Any, grad_numerator: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        (grad_hidden,) = ctx.saved_tensors
+        return (grad_hidden * grad_numerator.to(grad_hidden.dtype), *[None] * 7)
+
+
+def vocabulary_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    *,
+    rows_per_block: Sequence[int] | None = None,
+    kind: LossKind = "ce",
+    alpha: float = 0.5,
+    chunk_rows: int = 1024,
+) -> LossOutput:
+    """Weighted cross-entropy of the supervised rows, chunk by chunk.
+
+    hidden [R, H] and head_weight [V, H] in one dtype (fp32, or bf16 with fp32 softmax), labels
+    int64 [R] in 0..V-1, weights fp32 [R]. `kind` "dpace" ignores the weights and derives its own,
+    detached, from the label probabilities of each block, `rows_per_block` (host integers that sum
+    to R) rows at a time. Logits of more than `chunk_rows` rows never exist, unless one block has
+    more. UserError for an unknown kind, alpha outside 0..1 or chunk_rows below 1.
+    """
+    if kind not in ("ce", "dpace"):
+        raise UserError(f"loss '{kind}' is unknown: use 'ce' or 'dpace'")
+    if not 0 <= alpha <= 1:
+        raise UserError(f"D-PACE alpha {alpha} must be from 0 to 1")
+    R = hidden.shape[0]
+    if rows_per_block is None:
+        if kind == "dpace":
+            raise ValueError("D-PACE weighs whole blocks: give rows_per_block")
+        rows_per_block = [1] * R
+    if sum(rows_per_block) != R or labels.shape != (R,) or weights.shape != (R,):
+        raise ValueError(
+            f"hidden has {R} rows, labels {tuple(labels.shape)}, weights {tuple(weights.shape)}, "
+            f"rows_per_block sums to {sum(rows_per_block)}"
+        )
+    outputs = _VocabularyLoss.apply(
+        hidden, head_weight, labels, weights, tuple(rows_per_block), kind, alpha, chunk_rows
+    )
+    return LossOutput(*outputs)
+
+
+@torch.no_grad()
+def vocabulary_topk(
+    hidden: Tensor, head_weight: Tensor, k: int, *, chunk_rows: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of each row: fp32 log-probs [R, k] falling, int64 ids [R, k]."""
+    R = hidden.shape[0]
+    log_probs = hidden.new_empty((R, k), dtype=torch.float32)
+    ids = torch.empty((R, k), dtype=torch.int64, device=hidden.device)
+    for start in range(0, R, chunk_rows):
+        rows = slice(start, min(start + chunk_rows, R))
+        logits = _logits(hidden[rows], head_weight)
+        top, ids[rows] = logits.topk(k, dim=1)
+        log_probs[rows] = top - logits.logsumexp(1, keepdim=True)
+    return log_probs, ids
