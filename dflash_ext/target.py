@@ -1,0 +1,367 @@
+"""The frozen target: a transformers causal LM, read at a few decoder layers ("taps").
+
+Taps are forward hooks on the decoder layers, so nothing here depends on how a transformers
+release builds a model's forward. Shapes: T packed tokens, K taps, Ht target hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dflash_ext.batch import PackedBatch
+from dflash_ext.errors import UserError
+from dflash_ext.mask_token import named_token_ids, resolve_mask_token_id
+from dflash_ext.transfer import FeatureBatch
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Layers whose cache can be rolled back by dropping positions.
+CROPPABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class Vocabulary(NamedTuple):
+    """What drafter and target share, frozen."""
+
+    embedding: Tensor
+    """[Ve, Ht]: row i is what the target's embedding module returns for token i (Gemma scales)."""
+    head: Tensor
+    """[V, Ht], V <= Ve: a vocabulary padded on the head's side only is cut to what can be read."""
+
+
+class _LastTapReached(Exception):
+    """Raised by the hook of the last tap: nothing after it is needed."""
+
+
+@dataclass
+class _Capture:
+    """State of one tapped forward of one thread."""
+
+    rows: Tensor | None
+    """int64 [t]: rows of the flattened padded batch to keep, or None for all of them."""
+    stop: bool
+    taps: dict[int, Tensor] = field(default_factory=dict)
+    """tap id -> [t, Ht]."""
+
+
+def default_tap_ids(num_layers: int, K: int = 5) -> tuple[int, ...]:
+    """K layers evenly spread from 1 to n-3, rounded; a model too small for that uses all it has."""
+    if num_layers < 1 or K < 1:
+        raise UserError(f"{num_layers} layers and {K} taps: both must be at least 1")
+    first, last = (1, num_layers - 3) if num_layers - 3 >= K else (0, num_layers - 1)
+    K = min(K, num_layers)
+    return tuple(round(x) for x in np.linspace(first, last, K).tolist())
+
+
+def check_tap_ids(tap_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Tap ids as a tuple. UserError unless they are distinct decoder layers of the target."""
+    ids = tuple(int(i) for i in tap_ids)
+    wrong = [i for i in ids if not 0 <= i < num_layers]
+    if wrong or not ids or len(set(ids)) != len(ids):
+        raise UserError(
+            f"target_layer_ids {list(ids)}: expected distinct ids from 0 to {num_layers - 1} "
+            f"(the target has {num_layers} decoder layers), got {wrong or list(ids)}"
+        )
+    return ids
+
+
+def plan_subbatches(lengths: Sequence[int], overhead: int) -> list[list[int]]:
+    """Split documents into padded sub-batches at the least total cost.
+
+    A sub-batch of n documents costs n * (its longest document) + `overhead` tokens. Sorted by
+    length an optimal split is contiguous, so dynamic programming over the cut points is exact.
+    The padded total never exceeds sum(lengths) + overhead * len(lengths).
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    cost = np.zeros(len(order) + 1, dtype=np.int64)
+    cut = np.zeros(len(order) + 1, dtype=np.int64)
+    longest = np.array([lengths[i] for i in order], dtype=np.int64)
+    for end in range(1, len(order) + 1):
+        starts = np.arange(end)
+        total = cost[:end] + (end - starts) * longest[:end] + overhead
+        cut[end] = int(total.argmin())
+        cost[end] = total[cut[end]]
+    plan: list[list[int]] = []
+    end = len(order)
+    while end > 0:
+        plan.append(order[cut[end] : end])
+        end = int(cut[end])
+    return plan[::-1]
+
+
+def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The text decoder's layer list.
+
+    It is the ModuleList of `num_layers` entries whose parent also holds the input embedding:
+    that rule finds the text model inside multimodal wrappers, whose vision tower may be as deep.
+    """
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    found: list[tuple[int, nn.ModuleList]] = []
+    for name, parent in model.named_modules():
+        if any(m is embedding for m in parent.modules()):
+            depth = name.count(".") + bool(name)
+            lists = [c for c in parent.children() if isinstance(c, nn.ModuleList)]
+            found += [(depth, c) for c in lists if len(c) == num_layers]
+    if not found:
+        raise UserError(
+            f"{type(model).__name__}: no list of {num_layers} decoder layers beside the input "
+            "embedding; expected a decoder-only causal LM"
+        )
+    return max(found, key=lambda pair: pair[0])[1]
+
+
+def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
+    """The tokenizer beside a model, or None if there is none."""
+    import transformers
+
+    folder = Path(name)
+    # Without files transformers may invent an empty tokenizer from the model type alone.
+    if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        log.warning("target %s: its tokenizer cannot be loaded: %s", name, error)
+        return None
+
+
+class Target:
+    """A frozen causal LM with taps. Use `Target.load`, or wrap a model already in memory."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        tap_ids: Sequence[int] | None = None,
+        path: str = "",
+    ) -> None:
+        """`model`: transformers causal LM in bf16 or fp32. UserError for fp16 or a wrong tap id."""
+        self.model = model.eval().requires_grad_(False)
+        self.path = path or getattr(model.config, "_name_or_path", "")
+        self._tokenizer = tokenizer
+        text_config = model.config.get_text_config()
+        self.num_layers: int = text_config.num_hidden_layers
+        self.hidden_size: int = text_config.hidden_size
+        self.tap_ids = (
+            default_tap_ids(self.num_layers)
+            if tap_ids is None
+            else check_tap_ids(tap_ids, self.num_layers)
+        )
+        embedding = model.get_input_embeddings().weight
+        self.device: torch.device = embedding.device
+        self.dtype: torch.dtype = embedding.dtype
+        if self.dtype not in DTYPES.values():
+            raise UserError(
+                f"target in {self.dtype} is not supported: use bf16 or fp32 "
+                "(fp16 overflows on the outliers of hidden states)"
+            )
+        self._vocabulary: Vocabulary | None = None
+        self._local = threading.local()
+        # transformers renames the cache argument (past_key_values -> cache): ask the model.
+        known = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in known else "past_key_values"
+        self._can_cut_logits = "logits_to_keep" in known
+        layers = decoder_layers(model, self.num_layers)
+        for tap in self.tap_ids:
+            layers[tap].register_forward_hook(self._hook(tap, last=tap == max(self.tap_ids)))
+
+    @classmethod
+    def load(
+        cls,
+        path_or_id: str | Path,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = torch.float32,
+        tap_ids: Sequence[int] | None = None,
+        trust_remote_code: bool = False,
+    ) -> Target:
+        """Load a local directory or hub id. dtype: bf16 or fp32; tap_ids None: `default_tap_ids`.
+
+        UserError if it cannot be loaded, would need to run its own code, or is fp16.
+        """
+        import transformers
+
+        resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if resolved not in DTYPES.values():
+            raise UserError(f"target dtype {dtype} is not supported: use one of {list(DTYPES)}")
+        name = str(path_or_id)
+        try:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                name, dtype=resolved, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"target {name!r} cannot be loaded as a causal LM: {reason}") from error
+        return cls(
+            model.to(device),  # type: ignore[arg-type]  # transformers' own annotation
+            _load_tokenizer(name, trust_remote_code),
+            tap_ids=tap_ids,
+            path=name,
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer; UserError if the target came without one."""
+        if self._tokenizer is None:
+            raise UserError(
+                f"target {self.path!r} has no tokenizer: expected its files beside the weights"
+            )
+        return self._tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the target can both read and predict (rows of `vocabulary().head`)."""
+        return self.vocabulary().head.shape[0]
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """End-of-turn tokens: the model's, its generation config's and the tokenizer's."""
+        generation = getattr(self.model, "generation_config", None)
+        sources = (self.model.config, generation, self._tokenizer)
+        return frozenset(named_token_ids(("eos_token_id",), *sources))
+
+    def mask_token_id(self, explicit: int | None = None) -> int:
+        """`resolve_mask_token_id` for this target."""
+        rows = self.vocabulary().embedding.shape[0]
+        return resolve_mask_token_id(explicit, self._tokenizer, self.model.config, rows)
+
+    @torch.no_grad()
+    def vocabulary(self) -> Vocabulary:
+        """Frozen embedding and head; views of the model's weights unless its embedding scales."""
+        if self._vocabulary is None:
+            module, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+            if head is None or getattr(head, "bias", None) is not None:
+                raise UserError(
+                    f"target {type(self.model).__name__}: expected an lm_head without bias"
+                )
+            embedding = module.weight
+            if type(module) is not nn.Embedding:
+                embedding = module(torch.arange(embedding.shape[0], device=embedding.device))
+            self._vocabulary = Vocabulary(
+                embedding.detach(), head.weight.detach()[: embedding.shape[0]]
+            )
+        return self._vocabulary
+
+    def _hook(self, tap: int, *, last: bool) -> Callable[..., None]:
+        def take(_module: nn.Module, _args: Any, output: Any) -> None:
+            capture: _Capture | None = getattr(self._local, "capture", None)
+            if capture is None:  # another use of the model, or another thread
+                return
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.dim() != 3 or hidden.shape[-1] != self.hidden_size:
+                raise UserError(
+                    f"decoder layer {tap}: expected output [batch, length, {self.hidden_size}], "
+                    f"got {tuple(hidden.shape)}; this kind of target is not supported"
+                )
+            rows = hidden.reshape(-1, self.hidden_size)
+            # Selecting copies, so that an in-place operation of a later layer cannot reach it.
+            capture.taps[tap] = rows.clone() if capture.rows is None else rows[capture.rows]
+            if last and capture.stop:
+                raise _LastTapReached
+
+        return take
+
+    def _run(self, capture: _Capture | None, **inputs: Any) -> Any:
+        """One forward with `capture` active in this thread; None if it stopped at the last tap."""
+        self._local.capture = capture
+        try:
+            return self.model(**inputs)
+        except _LastTapReached:
+            return None
+        finally:
+            self._local.capture = None
+
+    @torch.no_grad()
+    def features(self, batch: PackedBatch) -> FeatureBatch:
+        """Taps of every token, [T, K*Ht] in the model's dtype, in packed order.
+
+        Documents of similar length share a right-padded forward. Padding needs no attention mask
+        here: a causal row never sees what stands to its right, and rows of padding are dropped.
+        """
+        lengths, starts = batch.lengths().tolist(), batch.doc_starts.tolist()
+        width = self.hidden_size
+        out = torch.empty(
+            batch.num_tokens, len(self.tap_ids) * width, device=self.device, dtype=self.dtype
+        )
+        # One more forward costs about as much as this many tokens (kernel launches on a GPU).
+        overhead = 512 if self.device.type == "cuda" else 32
+        for docs in plan_subbatches(lengths, overhead):
+            longest = lengths[docs[0]]
+            ids = torch.zeros(len(docs), longest, dtype=torch.int64)
+            for row, doc in enumerate(docs):
+                ids[row, : lengths[doc]] = batch.input_ids[starts[doc] : starts[doc + 1]]
+            packed = torch.cat([torch.arange(starts[d], starts[d + 1]) for d in docs])
+            padded = torch.cat([torch.arange(lengths[d]) + r * longest for r, d in enumerate(docs)])
+            capture = _Capture(padded.to(self.device, non_blocking=True), stop=True)
+            self._run(
+                capture,
+                input_ids=ids.to(self.device, non_blocking=True),
+                position_ids=torch.arange(longest, device=self.device).expand(len(docs), -1),
+                use_cache=False,
+            )
+            taps = torch.cat([capture.taps[tap] for tap in self.tap_ids], dim=-1)
+            out.index_copy_(0, packed.to(self.device, non_blocking=True), taps)
+        return FeatureBatch(
+            out, self.tap_ids, batch.sample_ids, batch.token_hash(), batch.num_tokens
+        )
+
+    def new_cache(self) -> Any:
+        """An empty key-value cache that can be rolled back.
+
+        Built without the model's config: sliding layers then keep all keys and the attention mask
+        does the windowing; a rolling buffer would have thrown away what a rollback needs.
+        UserError for targets with recurrent or other state.
+        """
+        from transformers import DynamicCache
+
+        config = self.model.config.get_text_config()
+        other = set(getattr(config, "layer_types", None) or ()) - CROPPABLE_LAYER_TYPES
+        if other:
+            raise UserError(
+                f"speculative decoding of a target with {sorted(other)} layers is not supported: "
+                f"their state cannot be rolled back; expected {sorted(CROPPABLE_LAYER_TYPES)} only"
+            )
+        return DynamicCache()
+
+    def rollback(self, cache: Any, count: int) -> None:
+        """Drop the last `count` positions of a cache."""
+        if count > 0:  # only the negative form means the same in every transformers release
+            cache.crop(-count)
+
+    @torch.no_grad()
+    def forward_with_taps(
+        self, input_ids: Tensor, cache: Any, *, last_only: bool = False, taps: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Extend `cache` by n tokens of one sequence, from position `cache.get_seq_length()` on.
+
+        input_ids int64 [n] on the target's device -> logits [n, V] ([1, V] if `last_only`) and
+        features [n, K*Ht] (None without `taps`). V may be cut as in `vocabulary`.
+        """
+        start, n = cache.get_seq_length(), input_ids.numel()
+        positions = torch.arange(start, start + n, device=self.device)
+        keywords: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+        if last_only and self._can_cut_logits:
+            keywords["logits_to_keep"] = 1
+        capture = _Capture(None, stop=False) if taps else None
+        output = self._run(
+            capture, input_ids=input_ids[None], position_ids=positions[None], **keywords
+        )
+        if cache.get_seq_length() != start + n:
+            raise UserError(
+                f"target {type(self.model).__name__} does not keep its state in a key-value cache: "
+                "speculative decoding of it is not supported"
+            )
+        logits = output.logits[0, -1:] if last_only else output.logits[0]
+        features = torch.cat([capture.taps[t] for t in self.tap_ids], -1) if capture else None
+        return logits[:, : self.vocab_size], features
