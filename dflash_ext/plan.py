@@ -1,0 +1,171 @@
+"""Which samples form which batch: pure arithmetic on lengths, the same on every rank.
+
+A batch is bounded in tokens, in documents and in anchors, so that the memory of a step is bounded
+whatever the data look like. A restart needs one integer: the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_ext.errors import UserError
+
+# Batches being filled at the same time. A handful fills them to within a few per cent; many more
+# would only make the plan slower and group short samples into the epoch's last batches.
+_OPEN_BATCHES = 8
+
+
+@dataclass
+class _Open:
+    tokens: int = 0
+    anchors: int = 0
+    samples: list[int] = field(default_factory=list)
+
+
+def epoch_order(count: int, *, seed: int, epoch: int) -> np.ndarray:
+    """int64 [count]: the epoch's shuffle, a function of (seed, epoch) alone."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(
+        count
+    )
+
+
+def plan_epoch(
+    lengths: np.ndarray,
+    anchors: np.ndarray,
+    *,
+    seed: int,
+    epoch: int,
+    token_budget: int,
+    max_documents: int,
+    anchor_budget: int,
+) -> list[list[int]]:
+    """Batches of sample indices; every sample of `lengths` appears exactly once.
+
+    lengths, anchors: int [n], tokens and anchors each sample costs. In every batch the sums stay
+    within token_budget and anchor_budget and there are at most max_documents samples. Samples come
+    in shuffled order; first fit into a few open batches keeps the batches full.
+    Raises UserError when a sample does not fit into an empty batch.
+    """
+    _check(lengths, anchors, token_budget, max_documents, anchor_budget)
+    tokens_of, anchors_of = lengths.tolist(), anchors.tolist()
+    closed: list[list[int]] = []
+    open_batches: list[_Open] = []
+    for sample in epoch_order(len(tokens_of), seed=seed, epoch=epoch).tolist():
+        for batch in open_batches:
+            if (
+                batch.tokens + tokens_of[sample] <= token_budget
+                and batch.anchors + anchors_of[sample] <= anchor_budget
+                and len(batch.samples) < max_documents
+            ):
+                break
+        else:
+            if len(open_batches) == _OPEN_BATCHES:
+                # The oldest one has been offered the most samples: little more will fit.
+                closed.append(open_batches.pop(0).samples)
+            batch = _Open()
+            open_batches.append(batch)
+        batch.tokens += tokens_of[sample]
+        batch.anchors += anchors_of[sample]
+        batch.samples.append(sample)
+    return closed + [batch.samples for batch in open_batches]
+
+
+def _check(
+    lengths: np.ndarray,
+    anchors: np.ndarray,
+    token_budget: int,
+    max_documents: int,
+    anchor_budget: int,
+) -> None:
+    if lengths.shape != anchors.shape or lengths.ndim != 1:
+        raise UserError(
+            f"plan: lengths of shape {lengths.shape} and anchors of shape {anchors.shape}; "
+            "expected one of each per sample"
+        )
+    if len(lengths) == 0:
+        raise UserError("plan: no sample to plan; expected at least one")
+    if max_documents < 1:
+        raise UserError(f"max_documents {max_documents}: expected at least 1")
+    for name, cost, budget in (
+        ("tokens", lengths, token_budget),
+        ("anchors", anchors, anchor_budget),
+    ):
+        worst = int(cost.argmax())
+        if cost[worst] > budget:
+            raise UserError(
+                f"sample {worst} has {int(cost[worst])} {name} but a batch holds {budget}; raise "
+                f"the budget of {name} or prepare the data with a smaller limit"
+            )
+        if cost.min() < 0:
+            raise UserError(f"sample {int(cost.argmin())} has a negative number of {name}")
+
+
+def batch_at(step: int, batches_in: Callable[[int], int]) -> tuple[int, int]:
+    """(epoch, index in the epoch) of a step counted from 0 over all epochs.
+
+    `batches_in(epoch)` is the epoch's number of batches: the shuffle changes it a little.
+    """
+    if step < 0:
+        raise UserError(f"step {step}: expected 0 or more")
+    epoch = 0
+    while step >= (batches := batches_in(epoch)):
+        step -= batches
+        epoch += 1
+    return epoch, step
+
+
+class Schedule:
+    """All epochs' plans of one data set: `schedule.batch(step)` for any step, in any order.
+
+    Only the counts of passed epochs and the last two plans are kept, so memory does not grow.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        anchors: np.ndarray,
+        *,
+        seed: int,
+        token_budget: int,
+        max_documents: int,
+        anchor_budget: int,
+    ) -> None:
+        def plan(epoch: int) -> list[list[int]]:
+            return plan_epoch(
+                lengths,
+                anchors,
+                seed=seed,
+                epoch=epoch,
+                token_budget=token_budget,
+                max_documents=max_documents,
+                anchor_budget=anchor_budget,
+            )
+
+        self._plan = plan
+        self._plans: dict[int, list[list[int]]] = {}
+        self._counts: dict[int, int] = {}
+        self.epoch(0)  # impossible budgets are reported before anything trains
+
+    def epoch(self, epoch: int) -> list[list[int]]:
+        """The epoch's batches of sample indices."""
+        if epoch not in self._plans:
+            while len(self._plans) > 1:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[epoch] = self._plan(epoch)
+            self._counts[epoch] = len(self._plans[epoch])
+        return self._plans[epoch]
+
+    def batches_in(self, epoch: int) -> int:
+        return self._counts[epoch] if epoch in self._counts else len(self.epoch(epoch))
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """(epoch, index) of a step."""
+        return batch_at(step, self.batches_in)
+
+    def batch(self, step: int) -> list[int]:
+        """Sample indices of the step's batch."""
+        epoch, index = self.locate(step)
+        return self.epoch(epoch)[index]
