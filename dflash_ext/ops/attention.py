@@ -1,14 +1,274 @@
 """DFlash attention: block queries over one context interval each, and over their own block.
 
 Shapes: N blocks, B slots, T context rows, Hq / Hkv query / key-value heads, D head dim.
+
+`dflash_attention` checks, picks the device's kernels and is differentiable;
+`dflash_attention_reference` is the naive plain-torch truth beside it.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from dflash_ext import _C
 from dflash_ext.ops.layout import AttentionLayout
+
+HEAD_DIMS = (64, 128, 256)
+MAX_GQA_RATIO = 16
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+CUDA_DTYPES = (torch.bfloat16,)
+# The CUDA kernels copy 16 bytes at a time and were promised strides in multiples of 16 elements.
+POINTER_ALIGNMENT = 16
+STRIDE_ALIGNMENT = 16
+TENSOR_NAMES = ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
+
+
+class Tensors(NamedTuple):
+    q: Tensor
+    k_ctx: Tensor
+    v_ctx: Tensor
+    k_blk: Tensor
+    v_blk: Tensor
+
+
+def dflash_attention(
+    q: Tensor,
+    k_ctx: Tensor,
+    v_ctx: Tensor,
+    k_blk: Tensor,
+    v_blk: Tensor,
+    layout: AttentionLayout,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax attention of every block over its visible context and itself, [N*B, Hq, D].
+
+    q [N*B, Hq, D]; k_ctx, v_ctx [T, Hkv, D]; k_blk, v_blk [N*B, Hkv, D]; Hq a multiple of Hkv.
+    bf16 on CUDA, fp32 or bf16 on the CPU, arithmetic in fp32. Row and head strides are free, the
+    innermost stride is 1, so slices of a fused projection need no copy. `scale` defaults to
+    D**-0.5. Differentiable in all five tensors; bit-reproducible. The visible pairs are
+    semantics.md's "Attention mask"; a padding block gets output 0 and gradient 0.
+
+    Raises ValueError, naming what is supported, before anything is launched.
+    """
+    t = Tensors(q, k_ctx, v_ctx, k_blk, v_blk)
+    _check(t, layout)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale {scale} must be finite and positive")
+    return _Attention.apply(*t, layout, scale)  # type: ignore[no-any-return]
+
+
+def _check(t: Tensors, layout: AttentionLayout) -> None:
+    rows, T = layout.num_blocks * layout.block_size, layout.num_ctx
+    if t.q.dim() != 3 or t.k_blk.dim() != 3:
+        raise ValueError(
+            f"q and k_blk must be [rows, heads, head_dim], got {tuple(t.q.shape)} and "
+            f"{tuple(t.k_blk.shape)}"
+        )
+    Hq, D = t.q.shape[1:]
+    Hkv = t.k_blk.shape[1]
+    if D not in HEAD_DIMS:
+        raise ValueError(f"head_dim {D} is not supported: use one of {HEAD_DIMS}")
+    if Hkv == 0 or Hq % Hkv or not 1 <= Hq // Hkv <= MAX_GQA_RATIO:
+        raise ValueError(
+            f"{Hq} query heads over {Hkv} key-value heads: the ratio must be a whole number from 1 "
+            f"to {MAX_GQA_RATIO}"
+        )
+    expected = {
+        "q": (rows, Hq, D),
+        "k_ctx": (T, Hkv, D),
+        "v_ctx": (T, Hkv, D),
+        "k_blk": (rows, Hkv, D),
+        "v_blk": (rows, Hkv, D),
+    }
+    device, dtype = t.q.device, t.q.dtype
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device} is not supported: use cpu or cuda")
+    dtypes = CUDA_DTYPES if device.type == "cuda" else CPU_DTYPES
+    if dtype not in dtypes:
+        raise ValueError(f"dtype {dtype} is not supported on {device.type}: use one of {dtypes}")
+    if layout.ctx_start.device != device:
+        raise ValueError(f"layout is on {layout.ctx_start.device}, q on {device}")
+    for name, x in zip(TENSOR_NAMES, t):
+        if tuple(x.shape) != expected[name]:
+            raise ValueError(f"{name} is {tuple(x.shape)}, expected {expected[name]}")
+        if x.device != device or x.dtype != dtype:
+            raise ValueError(f"{name} is {x.dtype} on {x.device}, q is {dtype} on {device}")
+        if x.numel() and x.stride(-1) != 1:
+            raise ValueError(f"{name} has innermost stride {x.stride(-1)}: call .contiguous()")
+        if device.type == "cuda" and x.numel():
+            _check_alignment(name, x)
+
+
+def _check_alignment(name: str, x: Tensor) -> None:
+    if x.data_ptr() % POINTER_ALIGNMENT:
+        raise ValueError(
+            f"{name} starts {x.data_ptr() % POINTER_ALIGNMENT} bytes past a multiple of "
+            f"{POINTER_ALIGNMENT}: the kernels need {POINTER_ALIGNMENT}-byte alignment, call .clone()"
+        )
+    row, head, _ = x.stride()
+    if row % STRIDE_ALIGNMENT or head % STRIDE_ALIGNMENT or max(row, head) >= 2**31:
+        raise ValueError(
+            f"{name} has strides {x.stride()}: row and head strides must be multiples of "
+            f"{STRIDE_ALIGNMENT} elements below 2**31, call .contiguous()"
+        )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *tensors, layout, scale = args
+        t = Tensors(*tensors)
+        run = _forward_cuda if t.q.is_cuda else _forward_cpu
+        out, lse = run(t, layout, scale)
+        ctx.save_for_backward(*t, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        t = Tensors(*tensors)
+        # Autograd may hand over an expanded (stride 0) or transposed gradient.
+        grad_out = grads[0].contiguous()
+        if t.q.is_cuda and grad_out.data_ptr() % POINTER_ALIGNMENT:
+            grad_out = grad_out.clone()
+        run = _backward_cuda if t.q.is_cuda else _backward_cpu
+        return (*run(t, out, lse, grad_out, ctx.layout, ctx.scale), None, None)
+
+
+def _contiguous_like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _new_lse(t: Tensors) -> Tensor:
+    """fp32 [Hq, N*B]: log-sum-exp per row, in the layout and base of the kernels that fill it."""
+    return torch.empty(t.q.shape[1], t.q.shape[0], dtype=torch.float32, device=t.q.device)
+
+
+def _cpu_problem(t: Tensors, layout: AttentionLayout, scale: float) -> tuple[Any, list, list]:
+    shape = _C.CpuShape(
+        num_blocks=layout.num_blocks,
+        block_size=layout.block_size,
+        num_ctx=layout.num_ctx,
+        q_heads=t.q.shape[1],
+        kv_heads=t.k_blk.shape[1],
+        head_dim=t.q.shape[2],
+        window=layout.window or 0,
+        causal=layout.causal,
+        scale=scale,
+        bf16=t.q.dtype == torch.bfloat16,
+    )
+    strides = [s for x in t for s in x.stride()[:2]]
+    return shape, [x.data_ptr() for x in t], strides
+
+
+def _forward_cpu(t: Tensors, layout: AttentionLayout, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = _contiguous_like(t.q), _new_lse(t)
+    shape, pointers, strides = _cpu_problem(t, layout, scale)
+    _C.attention_cpu_forward(
+        shape,
+        pointers,
+        strides,
+        layout.ctx_start.data_ptr(),
+        layout.ctx_end.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out, lse
+
+
+def _backward_cpu(
+    t: Tensors, out: Tensor, lse: Tensor, grad_out: Tensor, layout: AttentionLayout, scale: float
+) -> list[Tensor]:
+    grads = [_contiguous_like(x) for x in t]
+    shape, pointers, strides = _cpu_problem(t, layout, scale)
+    _C.attention_cpu_backward(
+        shape,
+        pointers,
+        strides,
+        layout.ctx_start.data_ptr(),
+        layout.ctx_end.data_ptr(),
+        out.data_ptr(),
+        grad_out.data_ptr(),
+        lse.data_ptr(),
+        [g.data_ptr() for g in grads],
+        torch.get_num_threads(),
+    )
+    return grads
+
+
+def _cuda_arguments(t: Tensors, layout: AttentionLayout, scale: float) -> dict[str, Any]:
+    """The launch arguments all three kernels share (names as in python/dflash_kernels)."""
+    device = t.q.device
+    arguments: dict[str, Any] = {
+        "device": device.index,
+        "stream": torch.cuda.current_stream(device).cuda_stream,
+        "head_dim": t.q.shape[2],
+        "ctx_start_ptr": layout.ctx_start.data_ptr(),
+        "ctx_end_ptr": layout.ctx_end.data_ptr(),
+        "num_blocks": layout.num_blocks,
+        "num_ctx": layout.num_ctx,
+        "num_kv_heads": t.k_blk.shape[1],
+        "B": layout.block_size,
+        "G": t.q.shape[1] // t.k_blk.shape[1],
+        "window": layout.window_or_none,
+        "causal": int(layout.causal),
+        "scale_log2": scale * math.log2(math.e),
+    }
+    for name, x in zip(TENSOR_NAMES, t):
+        arguments[f"{name}_ptr"] = x.data_ptr()
+        arguments[f"{name}_row"], arguments[f"{name}_head"] = x.stride()[:2]
+    return arguments
+
+
+def _order(layout: AttentionLayout) -> dict[str, int]:
+    assert layout.schedule is not None, "a CUDA layout is built by build_layout"
+    return {
+        "doc_first_ptr": layout.schedule.doc_first.data_ptr(),
+        "doc_last_ptr": layout.schedule.doc_last.data_ptr(),
+    }
+
+
+def _forward_cuda(t: Tensors, layout: AttentionLayout, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = _contiguous_like(t.q), _new_lse(t)
+    _C.attention_fwd(
+        out_ptr=out.data_ptr(),
+        lse_ptr=lse.data_ptr(),
+        **_order(layout),
+        **_cuda_arguments(t, layout, scale),
+    )
+    return out, lse
+
+
+def _backward_cuda(
+    t: Tensors, out: Tensor, lse: Tensor, grad_out: Tensor, layout: AttentionLayout, scale: float
+) -> list[Tensor]:
+    dq, dk_ctx, dv_ctx, dk_blk, dv_blk = grads = [_contiguous_like(x) for x in t]
+    delta = torch.empty_like(lse)
+    assert layout.schedule is not None
+    shared = _cuda_arguments(t, layout, scale) | {
+        "dout_ptr": grad_out.data_ptr(),
+        "lse_ptr": lse.data_ptr(),
+        "delta_ptr": delta.data_ptr(),
+        "scale": scale,
+    }
+    _C.attention_bwd_dq(out_ptr=out.data_ptr(), dq_ptr=dq.data_ptr(), **_order(layout), **shared)
+    _C.attention_bwd_dkv(
+        ranges_ptr=layout.schedule.ranges.data_ptr(),
+        dk_ctx_ptr=dk_ctx.data_ptr(),
+        dv_ctx_ptr=dv_ctx.data_ptr(),
+        dk_blk_ptr=dk_blk.data_ptr(),
+        dv_blk_ptr=dv_blk.data_ptr(),
+        **shared,
+    )
+    return grads
 
 
 def visible_pairs(layout: AttentionLayout) -> Tensor:
@@ -49,6 +309,3 @@ def dflash_attention_reference(
     hidden = ~visible.any(dim=1)  # padding rows: softmax of nothing is 0, not NaN
     prob = score.masked_fill(hidden[:, None], 0.0).softmax(-1).masked_fill(hidden[:, None], 0.0)
     return torch.einsum("hqk,khd->qhd", prob, v)
-
-
-dflash_attention = dflash_attention_reference

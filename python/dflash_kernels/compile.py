@@ -1,0 +1,142 @@
+"""Compile one kernel at one head_dim for every architecture, with no GPU, driver, torch or nvcc.
+
+    python -m dflash_kernels.compile KERNEL HEAD_DIM OUT_DIR SM [SM ...]
+
+Writes OUT_DIR/<stem>.cubin and <stem>.json (what the launcher and the report need) per
+architecture, and <stem>.ptx for the fallback one. Fails, naming the variant, when the image would
+not run: too much shared memory, or parameters other than the C++ launcher will pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # byte-reproducible images, 2-4x smaller
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dflash_kernels.variants import (
+    FALLBACK_PTX,
+    SHARED_MEMORY_LIMIT,
+    TYPES,
+    Variant,
+    check_signature,
+    kernel_named,
+)
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Appended by Triton to every kernel: global and profile scratch, both unused here.
+SCRATCH_PARAMETERS = ["u64", "u64"]
+
+
+class GateError(RuntimeError):
+    """The compiled image must not be shipped."""
+
+
+def compile_variant(variant: Variant) -> Any:
+    kernel = variant.kernel
+    constants = dict(variant.constants)
+    num_warps = constants.pop("num_warps")
+    signature: dict[str, str] = {}
+    promises: dict[tuple[int], list[list[Any]]] = {}
+    for index, name in enumerate(kernel.fn.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        triton_type, _, _, divisible = TYPES[kernel.arguments[name]]
+        signature[name] = triton_type
+        if divisible:
+            promises[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel.fn, signature, constants, promises)
+    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", variant.sm, 32), options=options)
+
+
+def ptx_parameters(ptx: str) -> list[str]:
+    """Types of the entry's parameters in order, integers and pointers by width only."""
+    entry = ptx[ptx.index(".visible .entry") :]
+    declared = re.findall(r"\.param \.(\w+)", entry[: entry.index("{")])
+    return [re.sub(r"^[bs](\d+)$", r"u\1", kind) for kind in declared]
+
+
+def abi_gate(variant: Variant, ptx: str) -> None:
+    """The generated C++ launcher passes exactly these parameters, in this order."""
+    expected = [TYPES[kind][2] for kind in variant.kernel.arguments.values()] + SCRATCH_PARAMETERS
+    found = ptx_parameters(ptx)
+    # PTX writes a float parameter as .f32 or, like any 4-byte value, as .b32.
+    same = len(expected) == len(found) and all(
+        e == f or (e == "f32" and f == "u32") for e, f in zip(expected, found, strict=True)
+    )
+    if not same:
+        raise GateError(f"{variant.stem}: PTX parameters {found}, the launcher passes {expected}")
+
+
+def shared_memory_gate(variant: Variant, shared: int) -> None:
+    limit = SHARED_MEMORY_LIMIT[variant.sm]
+    if shared > limit:
+        raise GateError(f"{variant.stem}: {shared} bytes of shared memory, sm_{variant.sm} has {limit}")
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes per thread; a stack means spills or run-time indexed arrays."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if not found:
+        raise GateError(f"cuobjdump printed no resource usage: {text[:200]!r}")
+    return {"registers": int(found[1]), "stack_bytes": int(found[2])}
+
+
+def build(variant: Variant, out: Path) -> None:
+    compiled = compile_variant(variant)
+    ptx, cubin, metadata = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
+    abi_gate(variant, ptx)
+    shared_memory_gate(variant, metadata.shared)
+    if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+        raise GateError(f"{variant.stem}: needs scratch memory or clusters, the launcher has none")
+    record = {
+        "kernel": variant.kernel.name,
+        "head_dim": variant.head_dim,
+        "sm": variant.sm,
+        "symbol": metadata.name,
+        "tile": variant.tile,
+        "threads": 32 * metadata.num_warps,
+        "shared_bytes": metadata.shared,
+        "cubin_bytes": len(cubin),
+        "constants": variant.constants,
+        **resource_usage(cubin),
+    }
+    (out / f"{variant.stem}.cubin").write_bytes(cubin)
+    if variant.sm == FALLBACK_PTX:
+        (out / f"{variant.stem}.ptx").write_bytes(ptx.encode() + b"\0")
+    (out / f"{variant.stem}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main(argv: list[str]) -> None:
+    name, head_dim, out, *architectures = argv
+    kernel = kernel_named(name)
+    check_signature(kernel)
+    with tempfile.TemporaryDirectory() as cache:  # never a stale image from a user's cache
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for sm in architectures:
+            build(Variant(kernel, int(head_dim), int(sm)), Path(out))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except GateError as error:
+        raise SystemExit(f"compile gate: {error}") from None

@@ -1,0 +1,210 @@
+"""What is compiled, in one place: each kernel's arguments, its tiles per head_dim, and why.
+
+A variant is (kernel, head_dim, architecture). B, the GQA ratio, windows and in-block causality are
+run time arguments, so a head_dim costs three images per architecture and nothing else multiplies.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash_kernels import attention
+
+HEAD_DIMS = (64, 128, 256)
+DEFAULT_ARCHITECTURES = (80, 86, 90, 100, 120)
+FALLBACK_PTX = 80  # PTX of this architecture serves devices that have no image of their own
+
+# Largest dynamic shared memory of one thread block, bytes (CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability"; 1 KiB of each multiprocessor is reserved per block).
+SHARED_MEMORY_LIMIT = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
+SMALL_SHARED_MEMORY = (86, 89, 120)
+
+# Spec type -> (Triton type, C++ type, PTX parameter type, promise of divisibility by 16).
+# Strides are multiples of 16 elements: the wrapper checks it, and without the promise Triton would
+# copy element by element. Counts such as N and T promise nothing.
+TYPES = {
+    "bf16*": ("*bf16", "uint64_t", "u64", True),
+    "f32*": ("*fp32", "uint64_t", "u64", True),
+    "i32*": ("*i32", "uint64_t", "u64", True),
+    "stride": ("i32", "int32_t", "u32", True),
+    "i32": ("i32", "int32_t", "u32", False),
+    "f32": ("fp32", "float", "f32", False),
+}
+
+_STRIDES = {
+    f"{name}_{axis}": "stride"
+    for name in ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
+    for axis in ("row", "head")
+}
+_SIZES = dict.fromkeys(("num_blocks", "num_ctx", "num_kv_heads", "B", "G", "window", "causal"), "i32")
+
+
+def _pointers(names: str, kind: str) -> dict[str, str]:
+    return {f"{name}_ptr": kind for name in names.split()}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One Triton function: its launch arguments in order, its grid, and its tile choices."""
+
+    name: str
+    fn: Any
+    arguments: dict[str, str]
+    """Argument name -> key of TYPES, in the order of the Triton function."""
+    grid: str
+    """C++ expression over the argument names and `tile` (int64) for the number of programs."""
+    tile: str
+    """The constexpr that `grid` calls `tile`."""
+    choices: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """head_dim -> constexprs and num_warps; 0 stands for a kernel without a head_dim."""
+    small: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Replacements where a thread block has 99 KiB of shared memory (sm_86, 89, 120)."""
+
+    def constants(self, head_dim: int, sm: int) -> dict[str, Any]:
+        chosen = dict(self.choices[head_dim])
+        if sm in SMALL_SHARED_MEMORY:
+            chosen |= self.small.get(head_dim, {})
+        if head_dim:
+            chosen["D"] = head_dim
+        return chosen
+
+
+# KEY_TILE is fixed for every architecture because the layout's `ranges` are counted in it.
+KEY_TILE = 64
+
+KERNELS = (
+    Kernel(
+        name="attention_fwd",
+        fn=attention.attention_fwd_kernel,
+        arguments=_pointers("q k_ctx v_ctx k_blk v_blk out", "bf16*")
+        | _pointers("lse", "f32*")
+        | _pointers("ctx_start ctx_end doc_first doc_last", "i32*")
+        | _STRIDES
+        | _SIZES
+        | {"scale_log2": "f32"},
+        grid="ceil_div(int64_t(num_blocks) * B * G, tile) * num_kv_heads",
+        tile="M",
+        choices={
+            # 128 rows: at 64 the L2 would have to deliver about 8 TB/s (docs/kernel_notes.md).
+            64: dict(M=128, BN=64, OWN=32, STAGES=3, num_warps=4),
+            128: dict(M=128, BN=64, OWN=32, STAGES=3, num_warps=8),
+            # 256 columns of fp32 accumulator: 64 rows over 8 warps keep it in registers.
+            256: dict(M=64, BN=32, OWN=32, STAGES=2, num_warps=8),
+        },
+        small={128: dict(STAGES=2)},
+    ),
+    Kernel(
+        name="attention_bwd_dq",
+        fn=attention.attention_bwd_dq_kernel,
+        arguments=_pointers("q k_ctx v_ctx k_blk v_blk out dout", "bf16*")
+        | _pointers("lse delta", "f32*")
+        | _pointers("dq", "bf16*")
+        | _pointers("ctx_start ctx_end doc_first doc_last", "i32*")
+        | _STRIDES
+        | _SIZES
+        | {"scale_log2": "f32", "scale": "f32"},
+        grid="ceil_div(int64_t(num_blocks) * B * G, tile) * num_kv_heads",
+        tile="M",
+        choices={
+            64: dict(M=64, BN=64, OWN=32, STAGES=2, num_warps=4),
+            128: dict(M=64, BN=64, OWN=32, STAGES=2, num_warps=4),
+            256: dict(M=64, BN=32, OWN=32, STAGES=1, num_warps=8),
+        },
+        small={128: dict(BN=32)},
+    ),
+    Kernel(
+        name="attention_bwd_dkv",
+        fn=attention.attention_bwd_dkv_kernel,
+        arguments=_pointers("q k_ctx v_ctx k_blk v_blk dout", "bf16*")
+        | _pointers("lse delta", "f32*")
+        | _pointers("dk_ctx dv_ctx dk_blk dv_blk", "bf16*")
+        | _pointers("ctx_start ctx_end ranges", "i32*")
+        | _STRIDES
+        | _SIZES
+        | {"scale_log2": "f32", "scale": "f32"},
+        grid="(ceil_div(num_ctx, tile) + ceil_div(int64_t(num_blocks) * B, tile)) * num_kv_heads",
+        tile="BN",
+        choices={
+            64: dict(BN=KEY_TILE, M=64, STAGES=2, num_warps=4),
+            # Two accumulators of 64 x D: 8 warps halve the spills of 4 (136 against 432 bytes).
+            128: dict(BN=KEY_TILE, M=64, STAGES=2, num_warps=8),
+            256: dict(BN=KEY_TILE, M=32, STAGES=1, num_warps=8),
+        },
+        small={128: dict(M=32, num_warps=4), 256: dict(M=16)},
+    ),
+    Kernel(
+        name="attention_layout",
+        fn=attention.attention_layout_kernel,
+        arguments=_pointers("ctx_start ctx_end ranges doc_first doc_last", "i32*")
+        | dict.fromkeys(("num_blocks", "num_ctx", "B", "window"), "i32"),
+        grid=f"ceil_div(num_ctx, {KEY_TILE}) + ceil_div(num_blocks, tile)",
+        tile="GROUP",
+        choices={0: dict(BN=KEY_TILE, GROUP=32, CHUNK=1024, num_warps=4)},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    kernel: Kernel
+    head_dim: int
+    sm: int
+
+    @property
+    def stem(self) -> str:
+        tail = f"_d{self.head_dim}" if self.head_dim else ""
+        return f"{self.kernel.name}{tail}_sm{self.sm}"
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return self.kernel.constants(self.head_dim, self.sm)
+
+    @property
+    def tile(self) -> int:
+        return int(self.constants[self.kernel.tile])
+
+
+def kernel_named(name: str) -> Kernel:
+    return next(k for k in KERNELS if k.name == name)
+
+
+def units() -> list[tuple[str, int]]:
+    """(kernel, head_dim) pairs: one compile job each, for all architectures."""
+    return [(k.name, d) for k in KERNELS for d in k.choices]
+
+
+def variants(architectures: tuple[int, ...]) -> list[Variant]:
+    return [
+        Variant(kernel_named(name), head_dim, sm)
+        for name, head_dim in units()
+        for sm in architectures
+    ]
+
+
+def parse_architectures(text: str | None) -> tuple[int, ...]:
+    """DFLASH_SM, for example "90" or "80,90a 120": sorted numbers. Raises ValueError."""
+    if not text:
+        return DEFAULT_ARCHITECTURES
+    chosen = {re.sub(r"^sm_?|a$", "", word) for word in re.split(r"[,;\s]+", text.strip())}
+    known = sorted(SHARED_MEMORY_LIMIT)
+    if not chosen <= {str(sm) for sm in known}:
+        raise ValueError(f"DFLASH_SM={text!r}: expected a list of {known}")
+    return tuple(sorted(int(sm) for sm in chosen))
+
+
+def check_signature(kernel: Kernel) -> None:
+    """The declared arguments must be the Triton function's own, in order."""
+    constexprs = set(next(iter(kernel.choices.values()))) | {"D"}
+    names = [n for n in kernel.fn.arg_names if n not in constexprs]
+    if names != list(kernel.arguments):
+        raise ValueError(f"{kernel.name}: declared {list(kernel.arguments)}, function has {names}")
+

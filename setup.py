@@ -1,0 +1,153 @@
+"""Build dflash_ext._C with one ninja file: Triton ahead of time -> .incbin -> C++ -> link.
+
+Needs no torch, no nvcc and no GPU. DFLASH_SM chooses the architectures ("90", "80,90").
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "python"))
+
+GIB = 2**30
+JOB_MEMORY = 1.5 * GIB  # one Triton or C++ compile at its peak, measured, rounded up
+CXX_FLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra"
+# The CPU operator is one source compiled per instruction set and chosen at run time.
+X86_FLAGS = {"attention_avx2": "-mavx2 -mfma -mf16c", "attention_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma"}
+
+
+def parallel_jobs() -> int:
+    """Bounded by cores and by memory that is free now. MAX_JOBS lowers it further."""
+    cores = len(os.sched_getaffinity(0))
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # counts reclaimable page cache too
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    jobs = max(1, min(cores, int(free / JOB_MEMORY)))
+    return min(jobs, int(os.environ.get("MAX_JOBS", jobs)))
+
+
+def escape(path: object) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def write_ninja(build: Path, output: Path) -> Path:
+    import pybind11
+    import triton
+    from dflash_kernels.variants import FALLBACK_PTX, Variant, kernel_named, parse_architectures, units
+
+    try:
+        architectures = parse_architectures(os.environ.get("DFLASH_SM"))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    archs = " ".join(map(str, architectures))
+    kernels = ROOT / "python" / "dflash_kernels"
+    cuda_include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    includes = [
+        ROOT / "csrc",
+        build / "generated",
+        pybind11.get_include(),
+        sysconfig.get_path("include"),
+        cuda_include,
+    ]
+    python_path = f"PYTHONPATH={escape(ROOT / 'python')}"
+    lines = [
+        f"includes = {' '.join(f'-I{escape(i)}' for i in includes)}",
+        "rule aot",
+        f"  command = {python_path} {escape(sys.executable)} -m dflash_kernels.compile $args",
+        "  description = triton $args",
+        "rule embed",
+        f"  command = {python_path} {escape(sys.executable)} -m dflash_kernels.embed $args",
+        "  description = embed",
+        "rule cxx",
+        f"  command = c++ {CXX_FLAGS} $flags $includes -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = c++ $in",
+        "rule link",
+        "  command = c++ -shared $in -o $out -ldl -pthread -Wl,-z,noexecstack -Wl,--gc-sections -s",
+        "  description = link $out",
+    ]
+    aot = build / "aot"
+    spec = [kernels / "variants.py", kernels / "compile.py", kernels / "attention.py"]
+    implicit = " ".join(escape(p) for p in spec)
+    images: list[Path] = []
+    for name, head_dim in units():
+        stems = [Variant(kernel_named(name), head_dim, sm).stem for sm in architectures]
+        outputs = [aot / f"{s}.{kind}" for s in stems for kind in ("json", "cubin")]
+        if FALLBACK_PTX in architectures:
+            outputs.append(aot / f"{Variant(kernel_named(name), head_dim, FALLBACK_PTX).stem}.ptx")
+        images += outputs
+        outs = " ".join(escape(o) for o in outputs)
+        lines += [f"build {outs}: aot | {implicit}", f"  args = {name} {head_dim} {escape(aot)} {archs}"]
+    generated = build / "generated"
+    made = ["images.S", "images.inc", "kernel_ids.inc", "launchers.inc", "report.inc", "report.json"]
+    inputs = " ".join(escape(i) for i in [*images, kernels / "embed.py", kernels / "variants.py"])
+    lines += [
+        f"build {' '.join(escape(generated / m) for m in made)}: embed | {inputs}",
+        f"  args = {escape(aot)} {escape(generated)} {archs}",
+    ]
+    headers = " ".join(escape(generated / m) for m in made if m.endswith(".inc"))
+    sources = sorted([*(ROOT / "csrc").glob("*.cpp"), *(ROOT / "csrc" / "cpu").glob("*.cpp")])
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    objects = []
+    for source in [*sources, generated / "images.S"]:
+        if source.stem in X86_FLAGS and not x86:
+            continue
+        obj = build / "obj" / f"{source.stem}_{source.parent.name}.o"
+        objects.append(obj)
+        # .incbin reads the images, so the assembly depends on them and not only on its text.
+        extra = " ".join(escape(i) for i in images) if source.suffix == ".S" else ""
+        lines += [
+            f"build {escape(obj)}: cxx {escape(source)} | {extra} || {headers}",
+            f"  flags = {X86_FLAGS.get(source.stem, '')}",
+        ]
+    objs = " ".join(escape(o) for o in objects)
+    lines += [f"build {escape(output)}: link {objs}", f"default {escape(output)}", ""]
+    build.mkdir(parents=True, exist_ok=True)
+    aot.mkdir(exist_ok=True)
+    ninja_file = build / "build.ninja"
+    ninja_file.write_text("\n".join(lines))
+    return ninja_file
+
+
+class NinjaBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        import ninja
+
+        output = Path(self.get_ext_fullpath(ext.name)).resolve()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # Kept between builds (and apart per Python), so an unchanged tree links nothing again.
+        build = ROOT / "build" / f"ninja-{sysconfig.get_config_var('SOABI')}"
+        started = time.time()
+        ninja_file = write_ninja(build, output)
+        command = [Path(ninja.BIN_DIR) / "ninja", "-f", ninja_file, "-j", str(parallel_jobs())]
+        if subprocess.run([str(c) for c in command], cwd=build).returncode:
+            raise SystemExit("error: building dflash_ext._C failed; the failing command is above")
+        self.print_report(build, output, time.time() - started)
+
+    @staticmethod
+    def print_report(build: Path, output: Path, seconds: float) -> None:
+        import json
+
+        from dflash_kernels.embed import format_report
+
+        print(format_report(json.loads((build / "generated" / "report.json").read_text())))
+        print(f"{output.name}: {output.stat().st_size / 2**20:.1f} MiB in {seconds:.0f} s")
+
+
+setup(
+    ext_modules=[Extension("dflash_ext._C", sources=[])],
+    cmdclass={"build_ext": NinjaBuild},
+)
