@@ -1,0 +1,249 @@
+"""Configuration: one dataclass per noun, validated on construction, two named recipes.
+
+Fields left at None mean "decided from the target or the device"; train.py resolves them and saves
+what it decided. The docstring under a field is its help text on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dflash_ext.blocks import resolve_gamma
+from dflash_ext.errors import UserError
+from dflash_ext.ops.layout import BLOCK_SIZES
+
+
+def _at_least(owner: object, **minimum: float) -> None:
+    for name, least in minimum.items():
+        value = getattr(owner, name)
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise UserError(f"{name} {value} must be a finite number of at least {least}")
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    path: str | None = None
+    """Directory or hub id of the target; none: the quickstart's SmolLM2-135M-Instruct."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Of the features; auto: bf16 on CUDA, fp32 on the CPU. Evaluation always decodes in fp32."""
+    tap_ids: tuple[int, ...] | None = None
+    """Decoder layers to tap; none: five, evenly spread."""
+    mask_token_id: int | None = None
+    """None: the family's known one, else the tokenizer's, else an unused row."""
+    trust_remote_code: bool = False
+    """Let the target's repository run its own code on this machine."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    train: str | None = None
+    """Chat JSONL with `messages`; none: the target writes and answers its own prompts."""
+    validation: str | None = None
+    """Chat JSONL held out; none: `held_out` rows of the training data."""
+    held_out: int = 32
+    """Rows taken from the training data for validation when no file is given."""
+    max_length: int = 1024
+    """Tokens kept of a conversation."""
+    synthetic_rows: int = 1000
+    """Conversations the target writes when no file is given."""
+    max_prompt_tokens: int = 64
+    max_answer_tokens: int = 192
+    synthesis_batch: int = 128
+    """Conversations decoded side by side."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, held_out=0, max_length=2, synthetic_rows=1)
+        _at_least(self, max_prompt_tokens=1, max_answer_tokens=2, synthesis_batch=1)
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """Shape of the drafter; none: the target's own value, where it has one."""
+
+    init: str = "target"
+    """"target" (its last layers), "random", or the directory of an exported drafter."""
+    num_layers: int = 2
+    block_size: int = 8
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    rope_theta: float | None = None
+    sliding_window: int | None = None
+    """Window of sliding layers; with it and no layer_types, all layers but the last slide."""
+    layer_types: tuple[str, ...] | None = None
+    is_causal: bool | None = None
+    """Override of in-block causality for every layer."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1)
+        _at_least(self, intermediate_size=1, sliding_window=1)
+        if self.block_size not in BLOCK_SIZES:
+            raise UserError(f"block_size {self.block_size} is not supported: use {BLOCK_SIZES}")
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    kind: Literal["ce", "dpace"] = "ce"
+    gamma: str = "auto"
+    """Decay of the slot weights: a positive number, "auto" (by block size) or "none" (uniform)."""
+    alpha: float = 0.5
+    """Floor of D-PACE's per-slot acceptance."""
+    contiguous: bool = True
+    """Stop supervising a block at its first unsupervised slot."""
+    chunk_rows: int = 512
+    """Rows whose logits exist at one time."""
+
+    def __post_init__(self) -> None:
+        resolve_gamma(self.gamma, 16)  # raises for 0, negative, NaN or text
+        _at_least(self, chunk_rows=1)
+        if not 0 <= self.alpha <= 1:
+            raise UserError(f"D-PACE alpha {self.alpha} must be from 0 to 1")
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    name: Literal["muon", "adamw"] = "muon"
+    """Muon updates the matrices and AdamW the vectors, or AdamW both."""
+    lr: float | None = None
+    """Of the matrices; none: 0.02 for Muon, 6e-4 for AdamW."""
+    vector_lr: float | None = None
+    """Of norms and biases; none: 6e-4."""
+    muon_adjust: Literal["original", "match_rms_adamw"] = "original"
+    """How Muon scales its rate by a matrix's shape; match_rms_adamw wants an AdamW-sized lr."""
+    momentum: float = 0.95
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    """Of matrices only, never of norms or biases."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """wsd: constant, then linear decay over the last `decay_fraction`."""
+    warmup_fraction: float = 0.04
+    decay_fraction: float = 0.2
+    min_lr_ratio: float = 0.0
+    """Last learning rate over the peak."""
+    max_nonfinite: int = 5
+    """Consecutive non-finite steps skipped before training stops."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, lr=0, vector_lr=0, weight_decay=0, clip=0, max_nonfinite=1)
+        for name in ("warmup_fraction", "decay_fraction", "min_lr_ratio", "momentum"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name} {getattr(self, name)} must be from 0 to 1")
+        if self.warmup_fraction + self.decay_fraction > 1:
+            raise UserError("warmup_fraction and decay_fraction must not exceed 1 together")
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    token_budget: int = 2048
+    """Context tokens of one captured feature batch, at most."""
+    max_documents: int = 8
+    """Conversations of one feature batch, at most."""
+    anchors_per_sequence: int = 16
+    """Anchors (blocks) drawn from each conversation, at most."""
+    anchor_budget: int = 128
+    """Blocks of one micro-batch, at most."""
+    draws: int = 1
+    """Anchor draws from each captured feature batch; each is a micro-batch of its own."""
+    accumulate: int = 1
+    """Micro-batches of one optimizer step."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, token_budget=2, max_documents=1, anchors_per_sequence=1)
+        _at_least(self, anchor_budget=1, draws=1, accumulate=1)
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    prompts: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
+    """Prompt sets decoded before and after; a set's name or a file."""
+    prompts_per_set: int = 8
+    """0: no decoding at all."""
+    max_new_tokens: int = 64
+    held_out_prompts: bool = True
+    """Also decode the prompts of the held-out conversations."""
+    every: int = 50
+    """Optimizer steps between validations; 0: only at the end."""
+    max_validation_blocks: int = 256
+
+    def __post_init__(self) -> None:
+        _at_least(self, prompts_per_set=0, max_new_tokens=1, every=0, max_validation_blocks=1)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    dir: Path | None = None
+    """Run folder, private to the user; none: runs/quickstart, -2, -3 and so on."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue the run folder (none: the newest) from its last checkpoint, if it has one."""
+    checkpoint_every: int = 100
+    """Optimizer steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int = 2
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least(self, checkpoint_every=1, keep_checkpoints=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a DFlash drafter for a frozen target."""
+
+    target: TargetOptions = field(default_factory=TargetOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    drafter: DrafterOptions = field(default_factory=DrafterOptions)
+    loss: LossOptions = field(default_factory=LossOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    batch: BatchOptions = field(default_factory=BatchOptions)
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+    steps: int = 240
+    """Optimizer steps."""
+    seed: int = 0
+    device: str = "auto"
+    """auto: the first CUDA device if there is one, else the CPU."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, steps=1, seed=0)
+
+
+def cpu_recipe() -> TrainConfig:
+    """Ten minutes in all on two cores (real_target_and_data.md)."""
+    return TrainConfig(target=TargetOptions(tap_ids=(1, 8, 14, 20, 27)))
+
+
+def one_gpu_recipe() -> TrainConfig:
+    """A few minutes on one large GPU: more data, a deeper drafter, larger batches."""
+    return TrainConfig(
+        target=TargetOptions(tap_ids=(1, 8, 14, 20, 27)),
+        data=DataOptions(synthetic_rows=8000, held_out=128, synthesis_batch=512),
+        drafter=DrafterOptions(num_layers=5, block_size=16),
+        loss=LossOptions(chunk_rows=4096),
+        batch=BatchOptions(
+            token_budget=16384, max_documents=64, anchors_per_sequence=64, anchor_budget=2048
+        ),
+        eval=EvalOptions(prompts_per_set=40, max_new_tokens=128, every=100),
+        run=RunOptions(checkpoint_every=500),
+        steps=1500,
+    )
+
+
+RECIPES = {"cpu": cpu_recipe, "one_gpu": one_gpu_recipe}
+
+
+def to_json(config: TrainConfig) -> str:
+    """The resolved configuration as readable JSON."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Path):
+            return str(value)
+        raise TypeError(type(value).__name__)
+
+    return json.dumps(dataclasses.asdict(config), indent=2, default=plain) + "\n"

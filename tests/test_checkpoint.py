@@ -1,0 +1,111 @@
+"""Atomic, bounded, exact: what a checkpoint promises."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+from test_drafter import make
+from test_optim import ONE, fill_gradients, snapshot
+
+from dflash_ext import checkpoint
+from dflash_ext.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
+from dflash_ext.config import OptimOptions
+from dflash_ext.errors import UserError
+from dflash_ext.optim import DrafterOptimizer
+
+
+def pair(name="muon", **changes):
+    drafter = make(**changes)
+    return drafter, DrafterOptimizer(drafter, OptimOptions(name=name), 20)
+
+
+def advance(drafter, optimizer, steps):
+    for step in steps:
+        fill_gradients(drafter, seed=step)
+        optimizer.step(ONE)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_resume_is_exact_to_the_bit(tmp_path, name):
+    drafter, optimizer = pair(name)
+    advance(drafter, optimizer, range(5))
+    optimizer.step(None)
+    torch.manual_seed(123)
+    path = save_checkpoint(tmp_path, drafter, optimizer, Progress(6, 1.5), keep=2)
+    drawn = torch.rand(3)
+    advance(drafter, optimizer, range(5, 9))
+
+    other, resumed = pair(name)
+    torch.manual_seed(7)
+    assert load_checkpoint(path, other, resumed) == Progress(6, 1.5)
+    assert torch.equal(torch.rand(3), drawn)  # random state
+    assert (resumed.steps, resumed.skipped_zero) == (5, 1)
+    advance(other, resumed, range(5, 9))
+    for a, b in zip(snapshot(drafter, optimizer), snapshot(other, resumed)):
+        assert torch.equal(a, b)
+    assert resumed.state_dict()["counters"] == optimizer.state_dict()["counters"]
+
+
+def test_retention_and_order(tmp_path):
+    drafter, optimizer = pair()
+    for position in (8, 9, 10, 11):  # 10 sorts before 9 as text
+        save_checkpoint(tmp_path, drafter, optimizer, Progress(position), keep=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-10", "step-11"]
+    assert sorted(os.listdir(tmp_path)) == ["step-10", "step-11"]
+    assert os.stat(tmp_path / "step-11").st_mode & 0o077 == 0
+
+
+def test_a_kill_during_the_write_leaves_the_previous_one_whole(tmp_path, monkeypatch):
+    drafter, optimizer = pair()
+    save_checkpoint(tmp_path, drafter, optimizer, Progress(1), keep=1)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args, **kwargs):
+        raise Killed
+
+    for victim in ("save_file", "_sync"):  # before any byte, and just before the rename
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, victim, killed)
+            with pytest.raises(Killed):
+                save_checkpoint(tmp_path, drafter, optimizer, Progress(2), keep=1)
+        assert [path.name for path in checkpoints(tmp_path)] == ["step-1"]
+        load_checkpoint(tmp_path / "step-1", *pair())
+    save_checkpoint(tmp_path, drafter, optimizer, Progress(2), keep=1)
+    assert os.listdir(tmp_path) == ["step-2"]  # the leftover is gone too
+
+
+def test_wrong_checkpoints_are_one_line_errors(tmp_path):
+    drafter, optimizer = pair()
+    path = save_checkpoint(tmp_path, drafter, optimizer, Progress(1), keep=1)
+    with pytest.raises(UserError, match=r"gate_proj.weight is \(80, 48\), expected \(96, 48\)"):
+        load_checkpoint(path, *pair(intermediate_size=96))
+    with pytest.raises(UserError, match=r"q_proj\.bias is missing"):
+        load_checkpoint(path, *pair(attention_bias=True))
+    with pytest.raises(UserError, match="another optimizer"):
+        load_checkpoint(path, *pair("adamw"))
+    one_layer = {"num_layers": 1, "layer_types": ("full_attention",), "sliding_window": None}
+    with pytest.raises(UserError, match="is not a parameter of this drafter"):
+        load_checkpoint(path, *pair(**one_layer))
+    broken = shutil.copytree(path, tmp_path / "step-5")
+    (broken / "optimizer.pt").unlink()
+    with pytest.raises(UserError, match=r"optimizer.pt is missing"):
+        load_checkpoint(broken, *pair())
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    drafter, optimizer = pair()
+    path = save_checkpoint(tmp_path, drafter, optimizer, Progress(1), keep=1)
+
+    class Payload:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "owned"),))
+
+    torch.save({"optimizer": Payload()}, path / "optimizer.pt")
+    with pytest.raises(Exception, match=r"weights_only|Weights only|Unsupported"):
+        load_checkpoint(path, *pair())
+    assert not (tmp_path / "owned").exists()
