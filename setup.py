@@ -23,7 +23,10 @@ GIB = 2**30
 JOB_MEMORY = 1.5 * GIB  # one Triton or C++ compile at its peak, measured, rounded up
 CXX_FLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra"
 # The CPU operator is one source compiled per instruction set and chosen at run time.
-X86_FLAGS = {"attention_avx2": "-mavx2 -mfma -mf16c", "attention_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma"}
+X86_FLAGS = {
+    "attention_avx2": "-mavx2 -mfma -mf16c",
+    "attention_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma",
+}
 
 
 def parallel_jobs() -> int:
@@ -45,7 +48,13 @@ def escape(path: object) -> str:
 def write_ninja(build: Path, output: Path) -> Path:
     import pybind11
     import triton
-    from dflash_kernels.variants import FALLBACK_PTX, Variant, kernel_named, parse_architectures, units
+    from dflash_kernels.variants import (
+        FALLBACK_PTX,
+        Variant,
+        kernel_named,
+        parse_architectures,
+        units,
+    )
 
     try:
         architectures = parse_architectures(os.environ.get("DFLASH_SM"))
@@ -90,9 +99,19 @@ def write_ninja(build: Path, output: Path) -> Path:
             outputs.append(aot / f"{Variant(kernel_named(name), head_dim, FALLBACK_PTX).stem}.ptx")
         images += outputs
         outs = " ".join(escape(o) for o in outputs)
-        lines += [f"build {outs}: aot | {implicit}", f"  args = {name} {head_dim} {escape(aot)} {archs}"]
+        lines += [
+            f"build {outs}: aot | {implicit}",
+            f"  args = {name} {head_dim} {escape(aot)} {archs}",
+        ]
     generated = build / "generated"
-    made = ["images.S", "images.inc", "kernel_ids.inc", "launchers.inc", "report.inc", "report.json"]
+    made = [
+        "images.S",
+        "images.inc",
+        "kernel_ids.inc",
+        "launchers.inc",
+        "report.inc",
+        "report.json",
+    ]
     inputs = " ".join(escape(i) for i in [*images, kernels / "embed.py", kernels / "variants.py"])
     lines += [
         f"build {' '.join(escape(generated / m) for m in made)}: embed | {inputs}",

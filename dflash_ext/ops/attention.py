@@ -60,7 +60,7 @@ def dflash_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale {scale} must be finite and positive")
-    return _Attention.apply(*t, layout, scale)  # type: ignore[no-any-return]
+    return _Attention.apply(*t, layout, scale)
 
 
 def _check(t: Tensors, layout: AttentionLayout) -> None:
@@ -109,7 +109,7 @@ def _check_alignment(name: str, x: Tensor) -> None:
     if x.data_ptr() % POINTER_ALIGNMENT:
         raise ValueError(
             f"{name} starts {x.data_ptr() % POINTER_ALIGNMENT} bytes past a multiple of "
-            f"{POINTER_ALIGNMENT}: the kernels need {POINTER_ALIGNMENT}-byte alignment, call .clone()"
+            f"{POINTER_ALIGNMENT}: the kernels need that alignment, call .clone()"
         )
     row, head, _ = x.stride()
     if row % STRIDE_ALIGNMENT or head % STRIDE_ALIGNMENT or max(row, head) >= 2**31:

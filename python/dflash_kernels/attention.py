@@ -87,8 +87,8 @@ def _own_visible(key, block, slot, real, B, causal):
 
 
 @triton.jit
-def _softmax_step(q, k, v, visible, acc, m, l, scale_log2, MASKED: tl.constexpr):
-    """One online-softmax update of acc [M, D], running maximum m and sum l with a tile of keys."""
+def _softmax_step(q, k, v, visible, acc, m, total, scale_log2, MASKED: tl.constexpr):
+    """One online-softmax update of acc [M, D], running maximum m and sum `total` with a tile of keys."""
     s = tl.dot(q, tl.trans(k))
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
@@ -100,9 +100,9 @@ def _softmax_step(q, k, v, visible, acc, m, l, scale_log2, MASKED: tl.constexpr)
         m_use = m_new
     p = tl.exp2(s * scale_log2 - m_use[:, None])
     alpha = tl.exp2(m - m_use)
-    l = l * alpha + tl.sum(p, 1)
+    total = total * alpha + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-    return acc, m_new, l
+    return acc, m_new, total
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def attention_fwd_kernel(
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=stored[:, None], other=0.0)
 
     m = tl.full([M], float("-inf"), tl.float32)
-    l = tl.zeros([M], tl.float32)
+    total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     own_lo = (t * M) // (B * G) * B
     own_hi = tl.minimum(((t + 1) * M - 1) // (B * G) + 1, num_blocks) * B
@@ -167,7 +167,7 @@ def attention_fwd_kernel(
         k = _load_rows(k_blk_ptr + kv_head * k_blk_head, key, k_blk_row, d, keep, True)
         v = _load_rows(v_blk_ptr + kv_head * v_blk_head, key, v_blk_row, d, keep, True)
         visible = _own_visible(key, block, slot, real, B, causal)
-        acc, m, l = _softmax_step(q, k, v, visible, acc, m, l, scale_log2, True)
+        acc, m, total = _softmax_step(q, k, v, visible, acc, m, total, scale_log2, True)
 
     lo, hi, tiles, before, full = _key_tiles(lower, end, real, num_ctx, BN)
     k_ptr = k_ctx_ptr + kv_head * k_ctx_head
@@ -176,16 +176,18 @@ def attention_fwd_kernel(
         key = n + tl.arange(0, BN)
         k = _load_rows(k_ptr, key, k_ctx_row, d, key, False)
         v = _load_rows(v_ptr, key, v_ctx_row, d, key, False)
-        acc, m, l = _softmax_step(q, k, v, 0, acc, m, l, scale_log2, False)
+        acc, m, total = _softmax_step(q, k, v, 0, acc, m, total, scale_log2, False)
     for i in tl.range(0, tiles - full, num_stages=1):
         key = lo + tl.where(i < before, i, i + full) * BN + tl.arange(0, BN)
         k = _load_rows(k_ptr, key, k_ctx_row, d, key < hi, True)
         v = _load_rows(v_ptr, key, v_ctx_row, d, key < hi, True)
         visible = (key[None, :] >= lower[:, None]) & (key[None, :] < end[:, None])
-        acc, m, l = _softmax_step(q, k, v, visible & real[:, None], acc, m, l, scale_log2, True)
+        acc, m, total = _softmax_step(
+            q, k, v, visible & real[:, None], acc, m, total, scale_log2, True
+        )
 
-    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
-    lse = tl.where(l == 0.0, float("inf"), m + tl.log2(l))
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    lse = tl.where(total == 0.0, float("inf"), m + tl.log2(total))
     out_at = token.to(tl.int64) * (num_kv_heads * G * D) + (kv_head * G + head) * D
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + out_at[:, None] + d[None, :], out, mask=stored[:, None])

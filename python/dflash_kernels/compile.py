@@ -83,7 +83,9 @@ def abi_gate(variant: Variant, ptx: str) -> None:
 def shared_memory_gate(variant: Variant, shared: int) -> None:
     limit = SHARED_MEMORY_LIMIT[variant.sm]
     if shared > limit:
-        raise GateError(f"{variant.stem}: {shared} bytes of shared memory, sm_{variant.sm} has {limit}")
+        raise GateError(
+            f"{variant.stem}: {shared} bytes of shared memory, sm_{variant.sm} has {limit}"
+        )
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:

@@ -103,7 +103,11 @@ def main(argv: list[str]) -> None:
         f"inline constexpr int kKeyTile = {KEY_TILE};\n"
     )
     (generated / "images.inc").write_text(
-        'extern "C" {\n' + externs + "\n}\nstatic const Image kImages[] = {\n" + "\n".join(rows) + "\n};\n"
+        'extern "C" {\n'
+        + externs
+        + "\n}\nstatic const Image kImages[] = {\n"
+        + "\n".join(rows)
+        + "\n};\n"
     )
     (generated / "launchers.inc").write_text(
         "".join(launcher(k) for k in KERNELS)
@@ -117,6 +121,7 @@ def main(argv: list[str]) -> None:
     pieces = [text[i : i + 16000] for i in range(0, len(text), 16000)]
     literal = "\n".join(f'R"DFLASH({piece})DFLASH"' for piece in pieces)
     (generated / "report.inc").write_text(f"static const char kBuildReport[] =\n{literal};\n")
+
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -45,7 +45,9 @@ _STRIDES = {
     for name in ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
     for axis in ("row", "head")
 }
-_SIZES = dict.fromkeys(("num_blocks", "num_ctx", "num_kv_heads", "B", "G", "window", "causal"), "i32")
+_SIZES = dict.fromkeys(
+    ("num_blocks", "num_ctx", "num_kv_heads", "B", "G", "window", "causal"), "i32"
+)
 
 
 def _pointers(names: str, kind: str) -> dict[str, str]:
@@ -207,4 +209,3 @@ def check_signature(kernel: Kernel) -> None:
     names = [n for n in kernel.fn.arg_names if n not in constexprs]
     if names != list(kernel.arguments):
         raise ValueError(f"{kernel.name}: declared {list(kernel.arguments)}, function has {names}")
-

@@ -1,0 +1,57 @@
+"""Types of the compiled module (csrc/bindings.cpp). Addresses, strides and streams are integers."""
+
+from collections.abc import Sequence
+
+KEY_TILE: int
+
+class CpuShape:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_ctx: int,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int,
+        causal: bool,
+        scale: float,
+        bf16: bool,
+    ) -> None: ...
+
+def attention_cpu_forward(
+    shape: CpuShape,
+    inputs: Sequence[int],
+    strides: Sequence[int],
+    ctx_start: int,
+    ctx_end: int,
+    out: int,
+    lse: int,
+    threads: int,
+) -> None: ...
+def attention_cpu_backward(
+    shape: CpuShape,
+    inputs: Sequence[int],
+    strides: Sequence[int],
+    ctx_start: int,
+    ctx_end: int,
+    out: int,
+    grad_out: int,
+    lse: int,
+    grads: Sequence[int],
+    threads: int,
+) -> None: ...
+def cpu_instruction_set() -> str: ...
+
+# Generated from python/dflash_kernels/variants.py, which lists each kernel's arguments.
+def attention_fwd(*, device: int, stream: int, head_dim: int, **arguments: float) -> None: ...
+def attention_bwd_dq(*, device: int, stream: int, head_dim: int, **arguments: float) -> None: ...
+def attention_bwd_dkv(*, device: int, stream: int, head_dim: int, **arguments: float) -> None: ...
+def attention_layout(*, device: int, stream: int, head_dim: int, **arguments: float) -> None: ...
+def warmup(device: int) -> None: ...
+def describe_device(device: int) -> str: ...
+def choose_image(sm: int) -> tuple[int, bool]: ...
+def driver_error() -> str: ...
+def built_architectures() -> list[int]: ...
+def build_report() -> str: ...

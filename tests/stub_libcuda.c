@@ -1,0 +1,100 @@
+/* A stand-in for libcuda.so.1: remembers what it was asked, so launches can be checked without a GPU.
+   STUB_SM: compute capability of its devices (default 90). STUB_DEVICES: how many (default 2).
+   STUB_FAIL: name of a function that answers CUDA_ERROR_OUT_OF_MEMORY (2).
+   With -DPARAM_INFO it also answers cuKernelGetParamInfo, claiming STUB_PARAM_BYTES each. */
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int CUresult;
+enum { MAX_RECORDS = 100000, MAX_LOADS = 4096, MAX_PARAMS = 64 };
+
+struct config { unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared; void *stream; };
+struct load { const unsigned char *image; char symbol[64]; int shared; int loads; };
+struct record {
+  int load, context;
+  unsigned grid, block, shared;
+  uint64_t stream;
+  uint64_t params[MAX_PARAMS];
+};
+
+static struct load loads[MAX_LOADS];
+static struct record records[MAX_RECORDS];
+static int num_loads, num_records, num_params;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static __thread uintptr_t stack[16];
+static __thread int depth;
+
+static int env(const char *name, int otherwise) { char *v = getenv(name); return v ? atoi(v) : otherwise; }
+static CUresult answer(const char *name) {
+  char *fail = getenv("STUB_FAIL");
+  return fail && !strcmp(fail, name) ? 2 : 0;
+}
+
+/* for the test */
+int stub_num_loads(void) { return num_loads; }
+struct load *stub_load(int i) { return &loads[i]; }
+int stub_num_records(void) { return num_records; }
+struct record *stub_record(int i) { return &records[i]; }
+void stub_expect_params(int n) { num_params = n; }
+int stub_context_depth(void) { return depth; }
+
+/* the driver */
+CUresult cuInit(unsigned flags) { (void)flags; return answer("cuInit"); }
+CUresult cuGetErrorName(CUresult e, const char **s) {
+  *s = e == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_UNKNOWN";
+  return 0;
+}
+CUresult cuDeviceGet(int *d, int i) { *d = i; return 0; }
+CUresult cuDeviceGetCount(int *n) { *n = env("STUB_DEVICES", 2); return 0; }
+CUresult cuDeviceGetName(char *s, int n, int d) { (void)d; strncpy(s, "Stub GPU", n); return 0; }
+CUresult cuDeviceGetAttribute(int *v, int attribute, int d) {
+  (void)d;
+  *v = attribute == 75 ? env("STUB_SM", 90) / 10 : env("STUB_SM", 90) % 10;
+  return 0;
+}
+CUresult cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)(uintptr_t)(1000 + d); return 0; }
+CUresult cuCtxGetCurrent(void **c) { *c = depth ? (void *)stack[depth - 1] : 0; return 0; }
+CUresult cuCtxPushCurrent_v2(void *c) { stack[depth++] = (uintptr_t)c; return 0; }
+CUresult cuCtxPopCurrent_v2(void **c) { *c = (void *)stack[--depth]; return 0; }
+CUresult cuLibraryLoadData(void **lib, const void *image, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
+  (void)a; (void)b; (void)c; (void)d; (void)e; (void)f;
+  pthread_mutex_lock(&lock);
+  loads[num_loads].image = image;
+  *lib = (void *)(uintptr_t)(++num_loads);
+  pthread_mutex_unlock(&lock);
+  return answer("cuLibraryLoadData");
+}
+CUresult cuLibraryGetKernel(void **kernel, void *lib, const char *name) {
+  strncpy(loads[(uintptr_t)lib - 1].symbol, name, 63);
+  *kernel = lib;
+  return 0;
+}
+CUresult cuKernelGetFunction(void **f, void *kernel) { *f = kernel; return depth ? 0 : 201; }
+CUresult cuKernelSetAttribute(int attribute, int value, void *kernel, int device) {
+  (void)device;
+  if (attribute == 8) loads[(uintptr_t)kernel - 1].shared = value;
+  return 0;
+}
+#ifdef PARAM_INFO
+CUresult cuKernelGetParamInfo(void *kernel, size_t i, size_t *offset, size_t *size) {
+  (void)kernel; (void)i;
+  *offset = 0;
+  *size = env("STUB_PARAM_BYTES", 8);
+  return 0;
+}
+#endif
+CUresult cuLaunchKernelEx(const struct config *c, void *kernel, void **params, void **extra) {
+  (void)extra;
+  if (!depth) return 201;
+  pthread_mutex_lock(&lock);
+  struct record *r = &records[num_records++];
+  r->load = (int)(uintptr_t)kernel - 1;
+  r->context = (int)stack[depth - 1];
+  r->grid = c->grid_x; r->block = c->block_x; r->shared = c->shared;
+  r->stream = (uint64_t)c->stream;
+  for (int i = 0; i < num_params; ++i) memcpy(&r->params[i], params[i], 4);
+  pthread_mutex_unlock(&lock);
+  return answer("cuLaunchKernelEx");
+}

@@ -1,0 +1,237 @@
+"""The CUDA launcher against a stub driver: which image, grid, parameters, context, errors, threads.
+
+Each scenario is a fresh process, because the driver is looked up once per process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PRELUDE = """
+import ctypes, json, os, struct, threading
+from dflash_ext import _C
+
+class Load(ctypes.Structure):
+    _fields_ = [("image", ctypes.c_void_p), ("symbol", ctypes.c_char * 64), ("shared", ctypes.c_int),
+                ("loads", ctypes.c_int)]
+class Record(ctypes.Structure):
+    _fields_ = [("load", ctypes.c_int), ("context", ctypes.c_int), ("grid", ctypes.c_uint),
+                ("block", ctypes.c_uint), ("shared", ctypes.c_uint), ("stream", ctypes.c_uint64),
+                ("params", ctypes.c_uint64 * 64)]
+stub = ctypes.CDLL(os.environ["DFLASH_LIBCUDA"])
+stub.stub_load.restype = ctypes.POINTER(Load)
+stub.stub_record.restype = ctypes.POINTER(Record)
+
+def image_of(load):
+    data = ctypes.string_at(load.image, 64)
+    if data[:4] != b"\\x7fELF":
+        return "ptx"
+    flags = struct.unpack("<I", data[48:52])[0]
+    return flags >> 8 & 0xFF if data[8] >= 8 else flags & 0xFF   # cubin ABI 8 moved the sm field
+
+NAMES = ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
+def forward(device=0, stream=0, head_dim=128, num_blocks=5, num_ctx=100, num_kv_heads=2, B=16, G=4):
+    args = {f"{n}_ptr": 4096 + i for i, n in enumerate(NAMES)}
+    args |= {f"{n}_{axis}": 10 * i + j for i, n in enumerate(NAMES) for j, axis in enumerate(("row", "head"))}
+    _C.attention_fwd(device=device, stream=stream, head_dim=head_dim, out_ptr=1, lse_ptr=2,
+        ctx_start_ptr=3, ctx_end_ptr=4, doc_first_ptr=5, doc_last_ptr=6, num_blocks=num_blocks,
+        num_ctx=num_ctx, num_kv_heads=num_kv_heads, B=B, G=G, window=7, causal=1, scale_log2=0.5, **args)
+def last():
+    return stub.stub_record(stub.stub_num_records() - 1).contents
+"""
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("stub")
+    built = {}
+    for name, flags in (("plain", []), ("with_param_info", ["-DPARAM_INFO"])):
+        built[name] = folder / f"lib{name}.so"
+        source = ROOT / "tests" / "stub_libcuda.c"
+        command = [
+            "cc",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-pthread",
+            *flags,
+            str(source),
+            "-o",
+            str(built[name]),
+        ]
+        subprocess.run(command, check=True)
+    return built
+
+
+def run(library: Path | str, script: str, **env: object) -> subprocess.CompletedProcess[str]:
+    environment = (
+        os.environ | {"DFLASH_LIBCUDA": str(library)} | {k: str(v) for k, v in env.items()}
+    )
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + script],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def result(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def built() -> list[int]:
+    from dflash_ext import _C
+
+    return _C.built_architectures()
+
+
+def test_launch_passes_grid_block_and_parameters(stub: dict[str, Path]) -> None:
+    script = """
+stub.stub_expect_params(31)
+forward(stream=77)
+r = last(); load = stub.stub_load(r.load).contents
+params = [p & 0xFFFFFFFF for p in r.params]
+print(json.dumps(dict(symbol=load.symbol.decode(), grid=r.grid, block=r.block, shared=r.shared,
+    reserved=load.shared, stream=r.stream, context=r.context, params=params[:31], depth=stub.stub_context_depth())))
+"""
+    r = result(run(stub["plain"], script))
+    spec = next(
+        v for v in report() if (v["kernel"], v["head_dim"], v["sm"]) == ("attention_fwd", 128, 90)
+    )
+    assert r["symbol"] == "attention_fwd_kernel"
+    rows = 5 * 16 * 4
+    assert r["grid"] == -(-rows // spec["tile"]) * 2
+    assert r["block"] == spec["threads"]
+    assert r["shared"] == r["reserved"] == spec["shared_bytes"]
+    assert r["stream"] == 77
+    assert r["context"] == 1000
+    assert r["depth"] == 0, "the pushed context must be popped again"
+    pointers = [4096, 4097, 4098, 4099, 4100, 1, 2, 3, 4, 5, 6]
+    strides = [0, 1, 10, 11, 20, 21, 30, 31, 40, 41]
+    half = 0x3F000000  # 0.5f
+    assert r["params"] == [*pointers, *strides, 5, 100, 2, 16, 4, 7, 1, half, 0, 0]
+
+
+def report() -> list[dict]:
+    from dflash_ext import _C
+
+    return json.loads(_C.build_report())
+
+
+@pytest.mark.parametrize(
+    ("sm", "image"),
+    [
+        (80, 80),
+        (86, 86),
+        (87, 86),
+        (89, 86),
+        (90, 90),
+        (100, 100),
+        (103, "ptx"),
+        (120, 120),
+        (121, "ptx"),
+    ],
+)
+def test_each_device_gets_its_image(stub: dict[str, Path], sm: int, image: int | str) -> None:
+    if image != "ptx" and image not in built():
+        pytest.skip(f"built without sm_{image} (DFLASH_SM)")
+    script = (
+        "forward(); print(json.dumps(dict(image=image_of(stub.stub_load(last().load).contents))))"
+    )
+    assert result(run(stub["plain"], script, STUB_SM=sm))["image"] == image
+
+
+def test_a_device_with_no_image_is_named(stub: dict[str, Path]) -> None:
+    done = run(stub["plain"], "forward()", STUB_SM=75)
+    assert done.returncode == 1
+    message = done.stderr.splitlines()[-1]
+    assert "no kernel image for Stub GPU (sm_75): built are" in message
+    assert "DFLASH_SM" in message
+
+
+def test_images_load_once_per_device_under_racing_threads(stub: dict[str, Path]) -> None:
+    script = """
+barrier = threading.Barrier(16); failed = []
+def work(i):
+    barrier.wait()
+    try:
+        for step in range(50):
+            forward(device=i % 2, stream=i + 1, num_blocks=i + 1)
+        assert stub.stub_context_depth() == 0
+    except Exception as e:
+        failed.append(repr(e))
+threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+[t.start() for t in threads]; [t.join() for t in threads]
+records = [stub.stub_record(i).contents for i in range(stub.stub_num_records())]
+wrong = sum(r.context != 1000 + (r.stream - 1) % 2 or r.grid != -(-int(r.stream) * 64 // 128) * 2 for r in records)
+print(json.dumps(dict(failed=failed, records=len(records), wrong=wrong, loads=stub.stub_num_loads())))
+"""
+    r = result(run(stub["plain"], script))
+    images = sum(v["sm"] == 90 for v in report())
+    assert r == {"failed": [], "records": 16 * 50, "wrong": 0, "loads": 2 * images}
+
+
+def test_warmup_loads_everything_and_launches_load_nothing(stub: dict[str, Path]) -> None:
+    script = """
+_C.warmup(1); before = stub.stub_num_loads(); forward(device=1)
+print(json.dumps(dict(before=before, after=stub.stub_num_loads(), device=_C.describe_device(1))))
+"""
+    r = result(run(stub["plain"], script))
+    assert r["before"] == r["after"] == sum(v["sm"] == 90 for v in report())
+    assert r["device"] == "Stub GPU (sm_90): sm_90"
+
+
+def test_empty_problem_launches_nothing(stub: dict[str, Path]) -> None:
+    script = "forward(num_blocks=0); print(json.dumps(dict(records=stub.stub_num_records())))"
+    assert result(run(stub["plain"], script))["records"] == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "env", "message"),
+    [
+        ("forward(head_dim=96)", {}, "attention_fwd: no kernel for head_dim 96 on Stub GPU (sm_90)"),
+        ("forward(device=2)", {}, "no CUDA device 2: the driver has 2"),
+        ("forward(num_blocks=2**31 - 1)", {}, "a launch takes at most 2^31 - 1"),
+        ("forward()", {"STUB_FAIL": "cuLaunchKernelEx"}, "launching attention_fwd on Stub GPU (sm_90)"),
+        ("forward()", {"STUB_FAIL": "cuLibraryLoadData"}, "loading attention_fwd for Stub GPU (sm_90)"),
+        ("forward()", {"STUB_FAIL": "cuInit"}, "the NVIDIA driver did not start"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line(stub: dict[str, Path], script: str, env: dict, message: str) -> None:
+    done = run(stub["plain"], script, **env)
+    assert done.returncode == 1
+    assert message in done.stderr.splitlines()[-1]
+    assert done.stderr.splitlines()[-1].startswith("RuntimeError: ")
+
+
+def test_parameter_size_mismatch_stops_the_launch(stub: dict[str, Path]) -> None:
+    done = run(stub["with_param_info"], "forward()", STUB_PARAM_BYTES=8)
+    assert "parameter 11 has 8 bytes, the launcher passes 4" in done.stderr.splitlines()[-1]
+
+
+def test_without_a_driver_import_works_and_launch_says_so() -> None:
+    # The prelude opens the stub for its records; here there is nothing to open.
+    calls = (
+        PRELUDE[: PRELUDE.index("stub = ")]
+        + PRELUDE[PRELUDE.index("NAMES =") : PRELUDE.index("def last")]
+    )
+    env = os.environ | {"DFLASH_LIBCUDA": "/nonexistent/libcuda.so"}
+    code = calls + "forward()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert (
+        "no NVIDIA driver: /nonexistent/libcuda.so could not be loaded"
+        in done.stderr.splitlines()[-1]
+    )
