@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from dflash_ext.errors import UserError
 from dflash_ext.ops import AttentionLayout, build_layout, dflash_attention
+from dflash_ext.ops.attention import HEAD_DIMS
 from dflash_ext.ops.layout import BLOCK_SIZES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,19 @@ class Attention(nn.Module):
         layout: AttentionLayout,
     ) -> Tensor:
         query = apply_rope(self.q_norm(self._heads(self.q_proj(x))), rope)
-        out = dflash_attention(query, *context_kv, *self.keys_values(x, rope), layout)
-        return self.o_proj(out.flatten(1))
+        key_context, value_context = context_kv
+        key, value = self.keys_values(x, rope)
+        # The CUDA kernels are bf16 only: an fp32 evaluation rounds here and nowhere else.
+        dtype = torch.bfloat16 if x.is_cuda else x.dtype
+        out = dflash_attention(
+            query.to(dtype),
+            key_context.to(dtype),
+            value_context.to(dtype),
+            key.to(dtype),
+            value.to(dtype),
+            layout,
+        )
+        return self.o_proj(out.flatten(1).to(x.dtype))
 
 
 class MLP(nn.Module):
@@ -333,51 +344,3 @@ class Drafter(nn.Module):
         for layer, keys, values in zip(self.stack(), cache.keys, cache.values):
             h = layer(h, rope, (keys[:T], values[:T]), layouts[layer.layer_type])
         return self.norm(h)
-
-
-@torch.no_grad()
-def init_from_target(drafter: Drafter, layers: nn.ModuleList, final_norm: Tensor | None) -> None:
-    """Start the drafter as the target's own last L decoder layers.
-
-    `layers` are the target's decoder layers with Llama / Qwen parameter names (self_attn.q_proj,
-    mlp.gate_proj, input_layernorm, ...), `final_norm` its final norm weight [H] or None for 1.
-    `fc` becomes the identity on the last tap and `hidden_norm` 1, so the first context is that tap
-    normalised; q_norm / k_norm are the target's, or 1 where it has none (RMSNorm by 1 is then a
-    change of scale that training absorbs). A bias the target has and the drafter lacks is dropped.
-    UserError if a parameter is missing or of another shape: choose the drafter's head counts,
-    head_dim and intermediate_size equal to the target's, or init "random".
-    """
-    config = drafter.config
-    if len(layers) < config.num_layers:
-        raise UserError(
-            f"init 'target': the drafter has {config.num_layers} layers, "
-            f"the target only {len(layers)}; use fewer layers or init 'random'"
-        )
-    first = len(layers) - config.num_layers
-    for i, layer in enumerate(drafter.stack()):
-        source = dict(layers[first + i].named_parameters())
-        wanted = {name for name, _ in layer.named_parameters()}
-        if extra := [name for name in source if name not in wanted and not name.endswith(".bias")]:
-            raise UserError(
-                f"init 'target': target layer {first + i} has {extra[0]}, which a drafter layer "
-                "lacks, so its weights would mean something else there; use init 'random'"
-            )
-        for name, parameter in layer.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")) and name not in source:
-                parameter.fill_(1.0)
-                continue
-            if name.endswith(".bias") and name not in source:
-                parameter.zero_()
-                continue
-            found = tuple(source[name].shape) if name in source else None
-            if found != tuple(parameter.shape):
-                raise UserError(
-                    f"init 'target': {name} is {found or 'missing'} in target layer {first + i}, "
-                    f"expected {tuple(parameter.shape)}; give the drafter the target's shapes "
-                    "or use init 'random'"
-                )
-            parameter.copy_(source[name])
-    drafter.fc.weight.zero_()
-    drafter.fc.weight[:, -config.hidden_size :].fill_diagonal_(1.0)
-    drafter.hidden_norm.weight.fill_(1.0)
-    drafter.norm.weight.copy_(torch.ones(config.hidden_size) if final_norm is None else final_norm)

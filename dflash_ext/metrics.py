@@ -88,8 +88,8 @@ def tree_accept_lengths(
 
     log_probs: per slot 1.., the log-probabilities of its likeliest tokens, falling, at least
     `max(budgets)` of them (or the whole vocabulary). label_ranks: per slot, the index of its label
-    in that list; beyond the list means not found or not supervised. Nodes are popped from the heaviest
-    down, so the tree of a smaller budget is a prefix of the same walk.
+    in that list; beyond the list means not found or not supervised. Nodes are popped from the
+    heaviest down, so the tree of a smaller budget is a prefix of the same walk.
     """
     limit, reach = max(budgets), [0] * len(budgets)
     # (-score, depth, rank, score of the parent, path so far equals the labels)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -51,13 +50,11 @@ class Stage:
 
 
 class Monitor:
-    """Progress, metrics and messages of one run folder (created with mode 0700)."""
+    """Progress, metrics and messages of one run folder, which exists."""
 
     def __init__(
         self, folder: Path, *, tensorboard: bool = False, stream: TextIO | None = None
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        os.chmod(folder, 0o700)
         self.folder = folder
         self.stream = stream or sys.stdout
         self.console = Console(file=self.stream, highlight=False, soft_wrap=True)
@@ -95,10 +92,6 @@ class Monitor:
                 yield Stage(name, self.stream, bar)
             finally:
                 self._bar = None
-
-    def callback(self, stage: Stage) -> Callable[[int, int], None]:
-        """`stage` as the (done, total) callback other modules take."""
-        return lambda done, total: stage.update(done, total)
 
     def log(self, kind: str, step: int, metrics: Mapping[str, float | str]) -> None:
         """Append one record to metrics.jsonl (and tensorboard); a kill loses nothing."""

@@ -16,8 +16,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dflash_ext.drafter import Drafter, DrafterConfig, init_from_target
+from dflash_ext.drafter import Drafter, DrafterConfig
 from dflash_ext.errors import UserError
+from dflash_ext.initialise import init_from_target
 
 CONFIG = DrafterConfig(
     hidden_size=48,

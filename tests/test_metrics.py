@@ -40,7 +40,7 @@ def scenario(seed: int, contiguous: bool = True):
     )
     head = torch.randn(V, H)
     labels = blocks.labels.flatten()[blocks.rows]
-    hidden = head[labels] + 1.5 * torch.randn(len(labels), H)
+    hidden = head[labels] + 1.0 * torch.randn(len(labels), H)
     output = vocabulary_loss(
         hidden,
         head,

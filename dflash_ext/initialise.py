@@ -1,0 +1,167 @@
+"""Where a drafter comes from: its shape from the target, its first weights from the options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dflash_ext.config import DrafterOptions, TargetOptions
+from dflash_ext.drafter import FULL, SLIDING, Drafter, DrafterConfig
+from dflash_ext.errors import UserError
+from dflash_ext.export import check_pairing, load_export
+from dflash_ext.target import Target, decoder_layers
+
+
+def drafter_config(
+    options: DrafterOptions, target: Target, mask_token_id: int | None = None
+) -> DrafterConfig:
+    """The drafter's shape: the options, and the target's own values where they are None.
+
+    RoPE is always the plain one over the whole head, whatever the target uses.
+    """
+    text = target.model.config.get_text_config()
+
+    def own(option: Any, *names: str) -> Any:
+        found = [getattr(text, n) for n in names if getattr(text, n, None) is not None]
+        if option is None and not found:
+            raise UserError(f"the target's config has no {names[0]}: set --drafter.{names[0]}")
+        return found[0] if option is None else option
+
+    heads = own(options.num_heads, "num_attention_heads")
+    default_head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    layer_types = options.layer_types
+    if layer_types is None:
+        sliding = options.num_layers - 1 if options.sliding_window else 0
+        layer_types = (SLIDING,) * sliding + (FULL,) * (options.num_layers - sliding)
+    return DrafterConfig(
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        num_layers=options.num_layers,
+        num_heads=heads,
+        num_kv_heads=own(options.num_kv_heads, "num_key_value_heads", "num_attention_heads"),
+        head_dim=options.head_dim or default_head_dim,
+        intermediate_size=own(options.intermediate_size, "intermediate_size"),
+        vocab_size=target.vocabulary().embedding.shape[0],
+        rms_norm_eps=own(None, "rms_norm_eps"),
+        rope_theta=float(options.rope_theta or _rope_theta(text)),
+        max_position_embeddings=own(None, "max_position_embeddings"),
+        layer_types=layer_types,
+        sliding_window=options.sliding_window if SLIDING in layer_types else None,
+        is_causal=options.is_causal,
+        block_size=options.block_size,
+        mask_token_id=target.mask_token_id(mask_token_id),
+        target_layer_ids=target.tap_ids,
+        num_target_layers=target.num_layers,
+    )
+
+
+def _rope_theta(text: Any) -> float:
+    """The target's RoPE base; of its full-attention layers where layer types differ."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    parameters = parameters.get(FULL, parameters)
+    theta = parameters.get("rope_theta") or getattr(text, "rope_theta", None)
+    if theta is None:
+        raise UserError("the target's config has no rope_theta: set --drafter.rope-theta")
+    return float(theta)
+
+
+def export_taps(options: DrafterOptions) -> tuple[int, ...] | None:
+    """Taps of the export that `init` names, or None for the other kinds of init."""
+    if options.init in ("target", "random"):
+        return None
+    return load_export(Path(options.init)).config.target_layer_ids
+
+
+def build_drafter(
+    options: DrafterOptions, target_options: TargetOptions, target: Target
+) -> Drafter:
+    """The drafter on the target's device, initialised. Uses torch's global random state.
+
+    UserError if the export of `init` does not pair with the target or disagrees with an option.
+    """
+    if options.init not in ("target", "random"):
+        drafter = load_export(Path(options.init))
+        check_pairing(drafter.config, target)
+        _check_export(options, target_options, drafter.config)
+        return drafter.to(target.device)
+    drafter = Drafter(drafter_config(options, target, target_options.mask_token_id))
+    if options.init == "target":
+        layers = decoder_layers(target.model, target.num_layers)
+        init_from_target(drafter, layers, _final_norm(target.model, layers))
+    return drafter.to(target.device)
+
+
+def _check_export(
+    options: DrafterOptions, target_options: TargetOptions, config: DrafterConfig
+) -> None:
+    wanted = {
+        name: value
+        for name, value in vars(options).items()
+        if name != "init" and value is not None and hasattr(config, name)
+    }
+    wanted["mask_token_id"] = target_options.mask_token_id or config.mask_token_id
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise UserError(
+                f"init {options.init}: its {name} is {getattr(config, name)}, the options say "
+                f"{value}; an export keeps its shape, set the option to that value"
+            )
+
+
+def _final_norm(model: nn.Module, layers: nn.ModuleList) -> Tensor | None:
+    """Weight of the norm beside the decoder layers (Llama and Qwen call it `norm`)."""
+    for parent in model.modules():
+        if any(child is layers for child in parent.children()):
+            return getattr(getattr(parent, "norm", None), "weight", None)
+    return None
+
+
+@torch.no_grad()
+def init_from_target(drafter: Drafter, layers: nn.ModuleList, final_norm: Tensor | None) -> None:
+    """Start the drafter as the target's own last L decoder layers.
+
+    `layers` are the target's decoder layers with Llama / Qwen parameter names (self_attn.q_proj,
+    mlp.gate_proj, input_layernorm, ...), `final_norm` its final norm weight [H] or None for 1.
+    `fc` becomes the identity on the last tap and `hidden_norm` 1, so the first context is that tap
+    normalised; q_norm / k_norm are the target's, or 1 where it has none (RMSNorm by 1 is then a
+    change of scale that training absorbs). A bias the target has and the drafter lacks is dropped.
+    UserError if a parameter is missing or of another shape: choose the drafter's head counts,
+    head_dim and intermediate_size equal to the target's, or init "random".
+    """
+    config = drafter.config
+    if len(layers) < config.num_layers:
+        raise UserError(
+            f"init 'target': the drafter has {config.num_layers} layers, "
+            f"the target only {len(layers)}; use fewer layers or init 'random'"
+        )
+    first = len(layers) - config.num_layers
+    for i, layer in enumerate(drafter.stack()):
+        source = dict(layers[first + i].named_parameters())
+        wanted = {name for name, _ in layer.named_parameters()}
+        if extra := [name for name in source if name not in wanted and not name.endswith(".bias")]:
+            raise UserError(
+                f"init 'target': target layer {first + i} has {extra[0]}, which a drafter layer "
+                "lacks, so its weights would mean something else there; use init 'random'"
+            )
+        for name, parameter in layer.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")) and name not in source:
+                parameter.fill_(1.0)
+                continue
+            if name.endswith(".bias") and name not in source:
+                parameter.zero_()
+                continue
+            found = tuple(source[name].shape) if name in source else None
+            if found != tuple(parameter.shape):
+                raise UserError(
+                    f"init 'target': {name} is {found or 'missing'} in target layer {first + i}, "
+                    f"expected {tuple(parameter.shape)}; give the drafter the target's shapes "
+                    "or use init 'random'"
+                )
+            parameter.copy_(source[name])
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -config.hidden_size :].fill_diagonal_(1.0)
+    drafter.hidden_norm.weight.fill_(1.0)
+    drafter.norm.weight.copy_(torch.ones(config.hidden_size) if final_norm is None else final_norm)

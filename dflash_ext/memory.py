@@ -1,0 +1,64 @@
+"""Memory of a step as arithmetic on its budgets, and the batch that proves it (requirement 14)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_ext.batch import PackedBatch
+from dflash_ext.config import BatchOptions
+from dflash_ext.drafter import DrafterConfig
+
+
+def predict_peak(
+    config: DrafterConfig,
+    batch: BatchOptions,
+    *,
+    chunk_rows: int,
+    drafter_parameters: int,
+    target_parameters: int,
+    bytes_per_value: int,
+    moments: int,
+) -> dict[str, int]:
+    """Bytes of each part of a step at its largest; their sum is the predicted peak.
+
+    A function of the token and anchor budgets alone, never of the data. `bytes_per_value` of the
+    compute dtype (2 or 4), `moments`: fp32 optimizer values per parameter (Muon 1, AdamW 2).
+    Activations are counted from the tensors autograd keeps: an estimate, within about a third.
+    """
+    w, T, rows = bytes_per_value, batch.token_budget, batch.anchor_budget * config.block_size
+    H, D, F = config.hidden_size, config.head_dim, config.intermediate_size
+    kv, q = config.num_kv_heads * D, config.num_heads * D
+    # Norm and RoPE work in fp32 on a copy of their input: 4 bytes beside the w of the result.
+    normed = w + 4
+    per_context_row = kv * (2 * normed + 2 * w)
+    per_block_row = H * (2 * normed + 4 * w) + (q + kv) * (2 * normed + w) + kv * w + 4 * F * w
+    cast = drafter_parameters * w if w < 4 else 0
+    return {
+        "target weights": target_parameters * w,
+        "drafter weights, gradients, moments": drafter_parameters * 4 * (2 + moments) + cast,
+        "features": 2 * T * config.feature_width * w + T * H * (normed + w),
+        "drafter activations": config.num_layers * (T * per_context_row + rows * per_block_row),
+        "one chunk of logits": chunk_rows * config.vocab_size * (4 + w),
+    }
+
+
+def largest_batch(
+    options: BatchOptions, *, max_length: int, block_size: int, vocab_size: int
+) -> tuple[PackedBatch, Tensor]:
+    """The largest batch the budgets allow, and its anchors (int64 [N]).
+
+    Documents of equal length fill the token budget; every token is supervised, and anchors stand
+    where their whole block is, so that no step has more supervised rows.
+    """
+    documents = max(1, min(options.max_documents, options.token_budget // 2))
+    length = max(2, min(max_length, options.token_budget // documents))
+    ids = torch.arange(length) % vocab_size
+    supervised = torch.ones(length, dtype=torch.bool)
+    batch = PackedBatch.from_documents([(ids, supervised)] * documents, range(documents))
+    per_document = min(options.anchors_per_sequence, length - 1)
+    last = max(per_document, length - block_size + 1)  # anchors before it see a whole block
+    anchors = torch.cat(
+        [d * length + torch.arange(last - per_document, last) for d in range(documents)]
+    )
+    return batch, anchors[: options.anchor_budget]

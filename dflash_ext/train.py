@@ -1,0 +1,320 @@
+"""`python -m dflash_ext.train [cpu|one_gpu] [options]`: from nothing to an evaluated drafter.
+
+Without arguments it is the quickstart of this machine's device. `train` reads top to bottom:
+configuration, data, target, drafter, memory, before, loop, export, after, table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+from dflash_ext.blocks import draw_anchors
+from dflash_ext.checkpoint import Progress, load_checkpoint, save_checkpoint
+from dflash_ext.comparison import Comparison, encoded_prompts
+from dflash_ext.config import RECIPES, TrainConfig
+from dflash_ext.data.registry import smollm2_dir
+from dflash_ext.errors import UserError, run_cli
+from dflash_ext.export import save_export
+from dflash_ext.initialise import build_drafter, export_taps
+from dflash_ext.memory import largest_batch, predict_peak
+from dflash_ext.metrics import summarise
+from dflash_ext.monitor import Monitor
+from dflash_ext.optim import DrafterOptimizer, StepResult
+from dflash_ext.plan import Schedule
+from dflash_ext.run import interruption, open_run, resolve_device, run_folder
+from dflash_ext.samples import Samples, prepare_files, synthesise
+from dflash_ext.target import Target
+from dflash_ext.trainer import Trainer, Validation
+
+INTERRUPTED = 130
+
+
+def train(config: TrainConfig) -> int:
+    """One whole run; returns the exit code. Interrupted by Ctrl-C it saves and returns 130."""
+    device = resolve_device(config.device)
+    folder = run_folder(config.run)
+    checkpoint = open_run(folder, config)
+    monitor = Monitor(folder, tensorboard=config.run.tensorboard)
+    try:
+        return _train(config, device, folder, checkpoint, monitor)
+    finally:
+        monitor.close()
+
+
+def _train(
+    config: TrainConfig,
+    device: torch.device,
+    folder: Path,
+    checkpoint: Path | None,
+    monitor: Monitor,
+) -> int:
+    monitor.say(f"run folder {folder}, device {device}")
+
+    # Data from a file is prepared before any model loads: a bad file costs seconds, not minutes.
+    path = config.target.path or str(smollm2_dir())
+    given = None if config.data.train is None else prepare_files(config, path, monitor)
+    target = load_target(config, path, device)
+    train_set, held_out = given or synthesise(config, target, monitor)
+
+    torch.manual_seed(config.seed)
+    drafter = build_drafter(config.drafter, config.target, target)
+    optimizer = DrafterOptimizer(drafter, config.optim, config.steps)
+    trainer = Trainer(target, drafter, config)
+    B = drafter.config.block_size
+    write_resolved(folder / "resolved.json", trainer, path, monitor)
+    progress = Progress(0)
+    if checkpoint is not None:
+        progress = load_checkpoint(checkpoint, drafter, optimizer)
+        monitor.say(f"continuing from {checkpoint} at step {progress.position}/{config.steps}")
+    report_memory(trainer, optimizer, monitor)
+    rehearse(trainer, int(train_set.store.lengths[train_set.indices].max()), monitor)
+
+    some = held_out.indices[: config.eval.prompts_per_set].tolist()
+    sets = encoded_prompts(target, config.eval, [held_out.store.prompt(i) for i in some])
+    comparison = Comparison(folder, sets, config.eval.max_new_tokens)
+    if sets and checkpoint is None:
+        exact = fp32_target(target, config)
+        with monitor.stage("evaluate before") as stage:
+            comparison.baselines(exact, B, stage.update)
+            comparison.drafter("before", exact, drafter, stage.update)
+        del exact
+
+    validation = Validation(trainer, held_out)
+    progress, interrupted = loop(
+        config, trainer, optimizer, train_set, validation, progress, folder, monitor
+    )
+    if interrupted:
+        monitor.say(f"interrupted: saved at step {progress.position}; --run.resume auto continues")
+        return INTERRUPTED
+
+    export = save_export(drafter, folder / "export", target=target)
+    monitor.say(f"exported to {export}: reloaded, and equal to an independent forward")
+    if sets:
+        exact = fp32_target(target, config)
+        with monitor.stage("evaluate after") as stage:
+            comparison.baselines(exact, B, stage.update)  # kept from before, unless prompts changed
+            comparison.drafter("after", exact, drafter, stage.update)
+        rows = comparison.rows(B)
+        (folder / "results.json").write_text(json.dumps(rows, indent=2) + "\n")
+        cells = [[v if isinstance(v, str) else f"{v:.2f}" for v in r.values()] for r in rows]
+        monitor.table("Accepted length (tokens per target step)", list(rows[0]), cells)
+    return 0
+
+
+def loop(
+    config: TrainConfig,
+    trainer: Trainer,
+    optimizer: DrafterOptimizer,
+    samples: Samples,
+    validation: Validation,
+    progress: Progress,
+    folder: Path,
+    monitor: Monitor,
+) -> tuple[Progress, bool]:
+    """Optimizer steps from `progress` to `config.steps`; returns where it ended, if interrupted.
+
+    Everything a step uses follows from (seed, position): micro-batch m belongs to feature batch
+    m // draws, whose (epoch, samples) the plan gives, and draws its anchors as number m % draws.
+    """
+    options, store = config.batch, samples.store
+    schedule = Schedule(
+        store.lengths[samples.indices],
+        np.minimum(store.candidates[samples.indices], options.anchors_per_sequence),
+        seed=config.seed,
+        token_budget=options.token_budget,
+        max_documents=options.max_documents,
+        anchor_budget=options.anchor_budget,
+    )
+    position, began, held_out = progress.position, time.monotonic() - progress.seconds, {}
+    captured = -1  # index of the feature batch at hand
+    with monitor.stage("train") as stage, interruption() as interrupted:
+        while position < config.steps and not interrupted():
+            step_began, target_seconds, sums = time.monotonic(), 0.0, None
+            for micro in range(position * options.accumulate, (position + 1) * options.accumulate):
+                index, draw = divmod(micro, options.draws)
+                if index != captured:
+                    captured, (epoch, _) = index, schedule.locate(index)
+                    batch = store.batch(samples.indices[schedule.batch(index)].tolist())
+                    capture_began = time.monotonic()
+                    features = trainer.features(batch)
+                    target_seconds += time.monotonic() - capture_began
+                anchors = draw_anchors(
+                    batch,
+                    anchors_per_sequence=options.anchors_per_sequence,
+                    seed=config.seed,
+                    epoch=epoch,
+                    draw=draw,
+                )
+                blocks = trainer.blocks(batch, anchors)
+                if blocks.num_rows:
+                    part = trainer.micro_step(features, batch, blocks)
+                    sums = part if sums is None else sums + part
+            result, values = optimizer.step(sums)
+            position += 1
+            progress = Progress(position, time.monotonic() - began)
+
+            metrics = summarise(values, trainer.drafter.config.block_size) if values else {}
+            times = {"seconds": time.monotonic() - step_began, "seconds_target": target_seconds}
+            monitor.log("train", position, metrics | times | step_record(result, optimizer))
+            last = position == config.steps
+            if last or (config.eval.every and position % config.eval.every == 0):
+                held_out = validation.run()
+                monitor.log("validation", position, held_out)
+            stage.update(position, config.steps, note(metrics, held_out, result))
+            if last or position % config.run.checkpoint_every == 0 or interrupted():
+                save_checkpoint(
+                    folder / "checkpoints",
+                    trainer.drafter,
+                    optimizer,
+                    progress,
+                    keep=config.run.keep_checkpoints,
+                )
+    return progress, position < config.steps
+
+
+def step_record(result: StepResult, optimizer: DrafterOptimizer) -> dict[str, float | str]:
+    """What the optimizer did, for metrics.jsonl."""
+    record: dict[str, float | str] = {
+        "lr": result.lr,
+        "grad_norm": result.grad_norm,
+        "optimizer_steps": optimizer.steps,
+        "skipped_zero": optimizer.skipped_zero,
+        "skipped_nonfinite": optimizer.skipped_nonfinite,
+    }
+    return record if result.applied else record | {"skipped": result.reason}
+
+
+def note(metrics: dict[str, float], held_out: dict[str, float], result: StepResult) -> str:
+    """The progress display's text for one step."""
+    if not result.applied:
+        return f"skipped: {result.reason}"
+    text = f"loss {metrics['loss']:.3f}  accept {metrics['accept_len']:.2f}"
+    if "accept_len" in held_out:
+        text += f"  held-out {held_out['accept_len']:.2f}"
+    return text
+
+
+def load_target(config: TrainConfig, path: str, device: torch.device) -> Target:
+    """The target for features: bf16 on CUDA, fp32 on the CPU unless the options say otherwise."""
+    options = config.target
+    automatic = "bf16" if device.type == "cuda" else "fp32"
+    return Target.load(
+        path,
+        device=device,
+        dtype=automatic if options.dtype == "auto" else options.dtype,
+        tap_ids=options.tap_ids or export_taps(config.drafter),
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def fp32_target(target: Target, config: TrainConfig) -> Target:
+    """The same target in fp32, in which all ways of decoding give the same tokens."""
+    if target.dtype == torch.float32:
+        return target
+    return Target.load(
+        target.path,
+        device=target.device,
+        dtype="fp32",
+        tap_ids=target.tap_ids,
+        trust_remote_code=config.target.trust_remote_code,
+    )
+
+
+def write_resolved(file: Path, trainer: Trainer, path: str, monitor: Monitor) -> None:
+    """Save and say what the options left open: taps, mask token, gamma, shapes, dtype."""
+    config = trainer.drafter.config
+    resolved = {
+        "target": path,
+        "device": str(trainer.target.device),
+        "dtype": str(trainer.target.dtype),
+        "gamma": trainer.gamma,
+        "final_tap_normed": False,
+        "label_shift": 0,
+        "drafter": dataclasses.asdict(config),
+    }
+    file.write_text(json.dumps(resolved, indent=2) + "\n")
+    count = sum(p.numel() for p in trainer.drafter.parameters())
+    monitor.say(
+        f"drafter: {count / 1e6:.1f} M parameters, {config.num_layers} layers, block "
+        f"{config.block_size}, taps {list(config.target_layer_ids)}, mask token "
+        f"{config.mask_token_id}, gamma {trainer.gamma}"
+    )
+
+
+def report_memory(trainer: Trainer, optimizer: DrafterOptimizer, monitor: Monitor) -> None:
+    """Say the predicted peak of a step."""
+    parts = predict_peak(
+        trainer.drafter.config,
+        trainer.config.batch,
+        chunk_rows=trainer.config.loss.chunk_rows,
+        drafter_parameters=sum(p.numel() for p in optimizer.parameters.values()),
+        target_parameters=sum(p.numel() for p in trainer.target.model.parameters()),
+        bytes_per_value=trainer.embedding.element_size(),
+        moments=1 if trainer.config.optim.name == "muon" else 2,
+    )
+    text = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in parts.items())
+    monitor.say(f"predicted peak {sum(parts.values()) / 2**20:.0f} MiB ({text})")
+
+
+def rehearse(trainer: Trainer, max_length: int, monitor: Monitor) -> None:
+    """Run the largest batch the budgets allow as step 0, without an update (requirement 14)."""
+    config, target = trainer.drafter.config, trainer.target
+    batch, anchors = largest_batch(
+        trainer.config.batch,
+        max_length=max_length,
+        block_size=config.block_size,
+        vocab_size=target.vocab_size,
+    )
+    on_gpu = target.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(target.device)
+    try:
+        blocks = trainer.blocks(batch, anchors)
+        trainer.micro_step(target.features(batch), batch, blocks)
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the largest batch ({batch.num_tokens} tokens, {len(anchors)} blocks) does not fit on "
+            f"{target.device}: lower --batch.token-budget, --batch.anchor-budget or "
+            "--loss.chunk-rows"
+        ) from None
+    for parameter in trainer.drafter.parameters():
+        parameter.grad = None
+    peak = (
+        torch.cuda.max_memory_allocated(target.device)
+        if on_gpu
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+    monitor.say(
+        f"rehearsed the largest batch ({batch.num_tokens} tokens, {len(anchors)} blocks, "
+        f"{blocks.num_rows} rows): peak {peak / 2**20:.0f} MiB"
+        + ("" if on_gpu else " resident, the process in all")
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: an optional recipe name, then options over that recipe's values."""
+    rest = list(sys.argv[1:] if arguments is None else arguments)
+    recipe = "one_gpu" if torch.cuda.is_available() else "cpu"
+    if rest and rest[0] in RECIPES:
+        recipe = rest.pop(0)
+    config = tyro.cli(
+        TrainConfig,
+        args=rest,
+        default=RECIPES[recipe](),
+        prog="python -m dflash_ext.train [cpu|one_gpu]",
+    )
+    return train(config)
+
+
+if __name__ == "__main__":
+    run_cli(main)
