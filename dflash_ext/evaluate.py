@@ -286,7 +286,7 @@ def evaluate(options: Options, console: Console) -> list[SetReport]:
                     drafter,
                     prompts,
                     max_new_tokens=options.max_new_tokens,
-                    name=name,
+                    name=Path(name).name,  # a file without its folders
                     progress=lambda n, total, task=task: bar.update(  # type: ignore[misc]
                         task, completed=n, total=total
                     ),

@@ -45,8 +45,8 @@ def test_counts():
     assert (report.prompts, report.tokens, report.steps, report.seconds) == (2, 15, 5, 1.0)
     assert report.accept_len == (4 + 1 + 2 + 4 + 2) / 5
     assert report.full_block_rate == 2 / 5
-    # Slot 1: reached by all 5 steps, failed by the second. Slot 2: reached by four of them, but the
-    # one cut by its stop token says nothing, and the third failed. Slot 3: reached and passed twice.
+    # Slot 1: reached by all 5 steps, failed by the second. Slot 2: reached by four of them, but
+    # the one cut by its stop token says nothing, and the third failed. Slot 3: passed twice.
     assert report.slot_acceptance == [4 / 5, 2 / 3, 1.0]
     assert report.identical_to_greedy == 1
     assert report.tokens_per_second == 15.0
@@ -66,7 +66,7 @@ def test_prompts_go_through_the_chat_template(target):
     assert words[1:4] == ["w5", "w6", "</s>"]
     assert len(words) == 5  # user w5 w6 </s> assistant: no bos added a second time
     bare = Target(tiny_model(), tiny_tokenizer(chat_template=False), path="some/where")
-    with pytest.raises(UserError, match="some/where.*no chat template"):
+    with pytest.raises(UserError, match=r"some/where.*no chat template"):
         encode_prompt(bare, PROMPTS[0])
 
 
