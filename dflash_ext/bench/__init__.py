@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m dflash_ext.bench attention`. Speeds are ratios inside one run."""

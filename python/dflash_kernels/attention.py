@@ -88,7 +88,7 @@ def _own_visible(key, block, slot, real, B, causal):
 
 @triton.jit
 def _softmax_step(q, k, v, visible, acc, m, total, scale_log2, MASKED: tl.constexpr):
-    """One online-softmax update of acc [M, D], running maximum m and sum `total` with a tile of keys."""
+    """One online-softmax update of acc [M, D], running maximum m and sum with a tile of keys."""
     s = tl.dot(q, tl.trans(k))
     if MASKED:
         s = tl.where(visible, s, float("-inf"))

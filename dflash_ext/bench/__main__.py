@@ -1,0 +1,21 @@
+"""`python -m dflash_ext.bench NAME [options]`."""
+
+from __future__ import annotations
+
+import sys
+
+from dflash_ext.bench import attention
+from dflash_ext.errors import UserError, run_cli
+
+BENCHMARKS = {"attention": attention.main}
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
+        got = sys.argv[1] if len(sys.argv) > 1 else "nothing"
+        raise UserError(f"benchmark {got!r} is unknown: expected one of {sorted(BENCHMARKS)}")
+    BENCHMARKS[sys.argv[1]](sys.argv[2:])
+
+
+if __name__ == "__main__":
+    run_cli(main)
