@@ -66,25 +66,31 @@ _CONVERSION = 1
 
 
 def private_dir(path: Path) -> Path:
-    """Create `path` (mode 0700, like every directory we add above it); error if not ours to use."""
+    """`path`, created with mode 0700 (like every directory missing above it) unless it exists.
+
+    An existing directory keeps its mode (it may be `/tmp`) but has to belong to the user.
+    """
     try:
-        missing = [p for p in (path, *path.parents) if not p.exists()]
-        for directory in reversed(missing):
+        for directory in reversed([p for p in (path, *path.parents) if not p.exists()]):
             directory.mkdir(mode=0o700, exist_ok=True)
-        path.chmod(0o700)
+        owner = path.stat().st_uid
     except OSError as error:
         raise UserError(
             f"cannot use the cache directory {path}: {error.strerror}; set DFLASH_CACHE to a "
             "directory you own"
         ) from None
+    if owner != os.getuid() or not path.is_dir():
+        raise UserError(f"{path} is not a directory of yours; set DFLASH_CACHE to one you own")
     return path
 
 
 def cache_dir() -> Path:
     """`$DFLASH_CACHE`, else `~/.cache/dflash_ext`; created with mode 0700 (private to the user)."""
-    configured = os.environ.get("DFLASH_CACHE")
-    path = Path(configured).expanduser() if configured else Path.home() / ".cache" / "dflash_ext"
-    return private_dir(path.absolute())
+    if configured := os.environ.get("DFLASH_CACHE"):
+        return private_dir(Path(configured).expanduser().absolute())
+    path = private_dir(Path.home() / ".cache" / "dflash_ext")
+    path.chmod(0o700)
+    return path
 
 
 @contextlib.contextmanager

@@ -26,7 +26,11 @@ from dflash_ext.data.registry import cache_dir, locked, private_dir
 from dflash_ext.errors import UserError
 
 _FORMAT = 1
-_FILES = {"tokens.i32": np.dtype("<i4"), "mask.u8": np.dtype("u1"), "offsets.i64": np.dtype("<i8")}
+_FILES: dict[str, Any] = {
+    "tokens.i32": np.dtype("<i4"),
+    "mask.u8": np.dtype("u1"),
+    "offsets.i64": np.dtype("<i8"),
+}
 
 
 class StoreWriter:
@@ -36,10 +40,11 @@ class StoreWriter:
         self.path = Path(path)
         if self.path.exists():
             raise UserError(f"{self.path} exists already; a store is never overwritten, remove it")
-        private_dir(self.path.parent)
-        # Beside the final place: a rename is atomic inside one file system only.
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Readable by the user alone (mkdtemp), like the texts in it should be, and beside the final
+        # place: a rename is atomic inside one file system only.
         self._scratch = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.path.parent))
-        self._files = {name: open(self._scratch / name, "wb") for name in _FILES}
+        self._files = {name: open(self._scratch / name, "wb") for name in _FILES}  # noqa: SIM115
         self._checksums = dict.fromkeys(_FILES, 0)
         self._bytes = dict.fromkeys(_FILES, 0)
         self._tokens = 0
@@ -123,12 +128,11 @@ class TokenStore:
         self._tokens, self._mask, self._offsets = tokens, mask, offsets
         self.lengths: np.ndarray = np.diff(offsets)
         """int64 [n]: tokens of each sample."""
-        # An anchor needs itself and its successor supervised, inside one sample. A cumulative sum
-        # counts each sample's pairs without a loop; pairs across a border are taken out first.
-        pairs = (mask[:-1] & mask[1:]).astype(np.int64)
-        pairs[offsets[1:-1] - 1] = 0
-        total = np.concatenate([[0], np.cumsum(pairs), [pairs.sum()]])
-        self.candidates: np.ndarray = total[offsets[1:]] - total[offsets[:-1]]
+        # An anchor needs itself and its successor supervised, both inside one sample.
+        pairs = np.zeros_like(mask, dtype=np.uint8)
+        pairs[:-1] = mask[:-1] & mask[1:]
+        pairs[offsets[1:] - 1] = 0
+        self.candidates: np.ndarray = np.add.reduceat(pairs, offsets[:-1], dtype=np.int64)
         """int64 [n]: anchor candidates, positions a with mask[a] and mask[a + 1]."""
 
     @classmethod
@@ -192,7 +196,7 @@ def _map(path: Path, count: int, checksum: int) -> np.ndarray:
     array = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
     crc, step = 0, 1 << 24
     for start in range(0, count, step):
-        crc = zlib.crc32(array[start : start + step], crc)
+        crc = zlib.crc32(array[start : start + step].data, crc)
     if crc != checksum:
         raise UserError(f"{path} fails its checksum; remove {path.parent} and prepare it again")
     return array
@@ -223,6 +227,9 @@ def cached_store(
     path = folder / cache_key(parts)
     with locked(path):
         if not path.exists():
+            # We hold this key's lock: a half-written directory of it was left by a killed process.
+            for abandoned in folder.glob(f".{path.name}-*"):
+                shutil.rmtree(abandoned, ignore_errors=True)
             build(path)
     return TokenStore.open(path)
 
