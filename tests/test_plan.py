@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_ext.errors import UserError
+from dflash_ext.plan import Schedule, batch_at, plan_epoch
+
+BUDGETS = {"token_budget": 64, "max_documents": 5, "anchor_budget": 20}
+SAMPLES = st.lists(st.tuples(st.integers(1, 64), st.integers(0, 20)), min_size=1, max_size=120)
+
+
+def plan(samples: list[tuple[int, int]], seed: int = 0, epoch: int = 0) -> list[list[int]]:
+    lengths, anchors = np.array(samples).T
+    return plan_epoch(lengths, anchors, seed=seed, epoch=epoch, **BUDGETS)
+
+
+@given(SAMPLES, st.integers(0, 2**40), st.integers(0, 1000))
+def test_every_sample_once_and_budgets_respected(samples, seed, epoch):
+    batches = plan(samples, seed, epoch)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(samples)))
+    for batch in batches:
+        assert 1 <= len(batch) <= 5
+        assert sum(samples[i][0] for i in batch) <= 64
+        assert sum(samples[i][1] for i in batch) <= 20
+    assert batches == plan(samples, seed, epoch)
+
+
+def test_order_changes_with_epoch_and_seed():
+    samples = [(1 + i % 40, i % 10) for i in range(200)]
+    plans = [plan(samples, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    assert len({str(p) for p in plans}) == 4
+
+
+def test_batches_are_full():
+    lengths = np.random.default_rng(0).integers(16, 512, 3000)
+    batches = plan_epoch(
+        lengths,
+        np.zeros_like(lengths),
+        seed=0,
+        epoch=0,
+        token_budget=4096,
+        max_documents=64,
+        anchor_budget=1,
+    )
+    # Not less than 95 % of the budget on average: no planner needs fewer than sum / budget batches.
+    assert len(batches) <= lengths.sum() / 4096 / 0.95
+
+
+@pytest.mark.parametrize(
+    ("lengths", "anchors", "message"),
+    [
+        ([3, 65], [1, 1], "sample 1 has 65 tokens but a batch holds 64"),
+        ([3, 4, 5], [1, 1, 21], "sample 2 has 21 anchors but a batch holds 20"),
+        ([], [], "no sample"),
+        ([1, 2], [1], "one of each per sample"),
+        ([1, -2], [1, 1], "negative"),
+    ],
+)
+def test_impossible_samples_are_errors(lengths, anchors, message):
+    with pytest.raises(UserError, match=message):
+        plan_epoch(
+            np.array(lengths, dtype=np.int64),
+            np.array(anchors, dtype=np.int64),
+            seed=0,
+            epoch=0,
+            **BUDGETS,
+        )
+
+
+def test_batch_at_counts_over_epochs_of_different_length():
+    counts = [3, 2, 4]
+    expected = [(e, i) for e, count in enumerate(counts) for i in range(count)]
+    assert [batch_at(step, lambda e: counts[e]) for step in range(9)] == expected
+    with pytest.raises(UserError, match="step -1"):
+        batch_at(-1, lambda e: 1)
+
+
+def test_schedule_restarts_anywhere():
+    samples = [(1 + i % 40, i % 10) for i in range(60)]
+    lengths, anchors = np.array(samples).T
+    first = Schedule(lengths, anchors, seed=3, **BUDGETS)
+    steps = sum(len(plan(samples, 3, epoch)) for epoch in range(4))
+    walked = [first.batch(step) for step in range(steps)]
+    assert walked == [batch for epoch in range(4) for batch in plan(samples, 3, epoch)]
+    fresh = Schedule(lengths, anchors, seed=3, **BUDGETS)
+    assert [fresh.batch(step) for step in reversed(range(steps))] == walked[::-1]
