@@ -193,6 +193,7 @@ void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** v
   if (programs < 0 || programs > INT32_MAX)
     throw std::runtime_error(std::string(kKernelNames[int(kernel)]) + ": " +
                              std::to_string(programs) + " programs; a launch takes at most 2^31 - 1");
+  ContextScope scope(d, state.context);
   // Images are the same for the life of the process: the first launch checks for all.
   static std::array<std::array<std::atomic<bool>, kMaxHeadDims>, kNumKernels> checked{};
   std::atomic<bool>& seen = checked[int(kernel)][slot];
@@ -203,7 +204,6 @@ void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** v
   CUdeviceptr no_scratch = 0;  // Triton's global and profile scratch: the build checks both unused
   values[count] = &no_scratch;
   values[count + 1] = &no_scratch;
-  ContextScope scope(d, state.context);
   CUlaunchConfig config{};
   config.gridDimX = unsigned(programs);
   config.gridDimY = config.gridDimZ = 1;

@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_ext.bench.record import save
 from dflash_ext.errors import UserError
-from dflash_ext.ops.attention import dflash_attention, visible_pairs
+from dflash_ext.ops.attention import Tensors, dflash_attention, visible_pairs
 from dflash_ext.ops.layout import AttentionLayout, build_layout
 
 FORWARD_FLOPS = 4
@@ -87,12 +87,15 @@ def useful_pairs(layout: AttentionLayout) -> int:
     return context * B + layout.num_blocks * B * B
 
 
-def random_leaves(shape: Shape, device: str, dtype: torch.dtype) -> list[Tensor]:
+def random_leaves(shape: Shape, device: str, dtype: torch.dtype) -> Tensors:
     rows = shape.num_blocks * shape.B
     sizes = [(rows, shape.Hq), *[(shape.T, shape.Hkv)] * 2, *[(rows, shape.Hkv)] * 2]
-    return [
-        torch.randn(r, h, shape.D, device=device, dtype=dtype, requires_grad=True) for r, h in sizes
-    ]
+    return Tensors(
+        *(
+            torch.randn(r, h, shape.D, device=device, dtype=dtype, requires_grad=True)
+            for r, h in sizes
+        )
+    )
 
 
 def seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
@@ -171,7 +174,7 @@ def flex_runs(layout: AttentionLayout, leaves: Sequence[Tensor]) -> dict[str, Ca
     )
 
     def forward() -> Tensor:
-        return flex(q, k, v, block_mask=mask, enable_gqa=True)  # type: ignore[no-any-return]
+        return flex(q, k, v, block_mask=mask, enable_gqa=True)
 
     return {"flex fwd": forward, "flex bwd": gradient_run(forward(), (q, k, v))}
 
@@ -229,7 +232,7 @@ def bench_cpu(rounds: int) -> list[dict[str, Any]]:
             leaves = random_leaves(shape, "cpu", dtype)
             mask = visible_pairs(layout)
 
-            def dense(x: list[Tensor] = leaves, mask: Tensor = mask) -> Tensor:
+            def dense(x: Tensors = leaves, mask: Tensor = mask) -> Tensor:
                 k, v = (torch.cat([x[i], x[i + 2]]).transpose(0, 1)[None] for i in (1, 2))
                 q = x[0].transpose(0, 1)[None]
                 return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
