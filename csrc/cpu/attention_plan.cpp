@@ -102,10 +102,9 @@ TilePlan plan_tiles(const Inputs& in) {
     check_block(in, b, previous);
     previous = b;
     const Keys keys = context_of(in, b);
-    const bool empty = keys.begin == keys.end;  // goes with any cluster
-    if (!empty && end > 0 && keys.begin >= end) close(b);
+    if (end > 0 && keys.begin >= end) close(b);
     if (first < 0) first = b;
-    if (!empty) end = keys.end;
+    if (keys.begin < keys.end) end = keys.end;
   }
   close(in.shape.num_blocks);
   return plan;
