@@ -26,11 +26,13 @@ Generations = dict[str, list[Generation]]
 def encoded_prompts(
     target: Target, options: EvalOptions, held_out: Sequence[Sequence[int]]
 ) -> dict[str, list[list[int]]]:
-    """Prompt set -> token ids of its prompts; `held_out` are prompts already encoded."""
+    """Prompt set (or file name) -> token ids of its prompts; `held_out` are encoded already."""
     if not options.prompts_per_set:
         return {}
     sets = {
-        name: [encode_prompt(target, p) for p in load_prompts(name, options.prompts_per_set)]
+        Path(name).name: [
+            encode_prompt(target, p) for p in load_prompts(name, options.prompts_per_set)
+        ]
         for name in options.prompts
     }
     if options.held_out_prompts and held_out:

@@ -216,13 +216,12 @@ class TrainConfig:
 
 def cpu_recipe() -> TrainConfig:
     """Ten minutes in all on two cores (real_target_and_data.md)."""
-    return TrainConfig(target=TargetOptions(tap_ids=(1, 8, 14, 20, 27)))
+    return TrainConfig()
 
 
 def one_gpu_recipe() -> TrainConfig:
     """A few minutes on one large GPU: more data, a deeper drafter, larger batches."""
     return TrainConfig(
-        target=TargetOptions(tap_ids=(1, 8, 14, 20, 27)),
         data=DataOptions(synthetic_rows=8000, held_out=128, synthesis_batch=512),
         drafter=DrafterOptions(num_layers=5, block_size=16),
         loss=LossOptions(chunk_rows=4096),

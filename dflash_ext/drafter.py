@@ -21,6 +21,7 @@ from dflash_ext.errors import UserError
 from dflash_ext.ops import AttentionLayout, build_layout, dflash_attention
 from dflash_ext.ops.attention import HEAD_DIMS
 from dflash_ext.ops.layout import BLOCK_SIZES
+from dflash_ext.shield import shield
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -250,6 +251,7 @@ class Drafter(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        shield(self)
 
     def encode_context(self, features: Tensor) -> Tensor:
         """c [T, H] of features [T, K*Ht]: computed once, feeds every layer."""

@@ -24,20 +24,19 @@ def predict_peak(
 
     A function of the token and anchor budgets alone, never of the data. `bytes_per_value` of the
     compute dtype (2 or 4), `moments`: fp32 optimizer values per parameter (Muon 1, AdamW 2).
-    Activations are counted from the tensors autograd keeps: an estimate, within about a third.
+    Activations are the tensors autograd keeps on the CPU; CUDA's fused norms keep a little less.
     """
     w, T, rows = bytes_per_value, batch.token_budget, batch.anchor_budget * config.block_size
     H, D, F = config.hidden_size, config.head_dim, config.intermediate_size
     kv, q = config.num_kv_heads * D, config.num_heads * D
-    # Norm and RoPE work in fp32 on a copy of their input: 4 bytes beside the w of the result.
-    normed = w + 4
-    per_context_row = kv * (2 * normed + 2 * w)
-    per_block_row = H * (2 * normed + 4 * w) + (q + kv) * (2 * normed + w) + kv * w + 4 * F * w
+    # A norm keeps its input and the normalised rows in fp32 (4 bytes each) beside its result.
+    per_context_row = kv * (8 + 2 * w)  # K through norm and RoPE, V
+    per_block_row = 2 * H * (8 + w) + (q + kv) * (8 + 2 * w) + 4 * F * w
     cast = drafter_parameters * w if w < 4 else 0
     return {
         "target weights": target_parameters * w,
         "drafter weights, gradients, moments": drafter_parameters * 4 * (2 + moments) + cast,
-        "features": 2 * T * config.feature_width * w + T * H * (normed + w),
+        "features": 2 * T * config.feature_width * w + T * H * (8 + w),
         "drafter activations": config.num_layers * (T * per_context_row + rows * per_block_row),
         "one chunk of logits": chunk_rows * config.vocab_size * (4 + w),
     }

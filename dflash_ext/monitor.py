@@ -57,7 +57,8 @@ class Monitor:
     ) -> None:
         self.folder = folder
         self.stream = stream or sys.stdout
-        self.console = Console(file=self.stream, highlight=False, soft_wrap=True)
+        width = None if self.stream.isatty() else 120  # a log file has no width to fit into
+        self.console = Console(file=self.stream, width=width, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._metrics = (folder / "metrics.jsonl").open("a")
         self._writer: Any = None

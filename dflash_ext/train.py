@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
+from transformers.utils import logging as transformers_logging
 
 from dflash_ext.blocks import draw_anchors
 from dflash_ext.checkpoint import Progress, load_checkpoint, save_checkpoint
@@ -33,6 +34,7 @@ from dflash_ext.optim import DrafterOptimizer, StepResult
 from dflash_ext.plan import Schedule
 from dflash_ext.run import interruption, open_run, resolve_device, run_folder
 from dflash_ext.samples import Samples, prepare_files, synthesise
+from dflash_ext.shield import shield
 from dflash_ext.target import Target
 from dflash_ext.trainer import Trainer, Validation
 
@@ -206,28 +208,28 @@ def note(metrics: dict[str, float], held_out: dict[str, float], result: StepResu
 
 def load_target(config: TrainConfig, path: str, device: torch.device) -> Target:
     """The target for features: bf16 on CUDA, fp32 on the CPU unless the options say otherwise."""
-    options = config.target
     automatic = "bf16" if device.type == "cuda" else "fp32"
-    return Target.load(
-        path,
-        device=device,
-        dtype=automatic if options.dtype == "auto" else options.dtype,
-        tap_ids=options.tap_ids or export_taps(config.drafter),
-        trust_remote_code=options.trust_remote_code,
-    )
+    dtype = automatic if config.target.dtype == "auto" else config.target.dtype
+    taps = config.target.tap_ids or export_taps(config.drafter)
+    return shielded_target(config, path, device, dtype, taps)
 
 
 def fp32_target(target: Target, config: TrainConfig) -> Target:
     """The same target in fp32, in which all ways of decoding give the same tokens."""
     if target.dtype == torch.float32:
         return target
-    return Target.load(
-        target.path,
-        device=target.device,
-        dtype="fp32",
-        tap_ids=target.tap_ids,
-        trust_remote_code=config.target.trust_remote_code,
-    )
+    return shielded_target(config, target.path, target.device, "fp32", target.tap_ids)
+
+
+def shielded_target(
+    config: TrainConfig, path: str, device: torch.device, dtype: str, taps: Sequence[int] | None
+) -> Target:
+    """`Target.load`, and kept out of other threads' FX tracing."""
+    remote = config.target.trust_remote_code
+    target = Target.load(path, device=device, dtype=dtype, tap_ids=taps, trust_remote_code=remote)
+    target.vocabulary()  # looks at the embedding's exact class, so before the shield changes it
+    shield(target.model)
+    return target
 
 
 def write_resolved(file: Path, trainer: Trainer, path: str, monitor: Monitor) -> None:
@@ -313,6 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=RECIPES[recipe](),
         prog="python -m dflash_ext.train [cpu|one_gpu]",
     )
+    transformers_logging.disable_progress_bar()  # it would break through our own display
     return train(config)
 
 

@@ -1,0 +1,83 @@
+"""Options: recipes hold together, wrong values are errors, the command line reaches them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from dflash_ext.config import (
+    RECIPES,
+    BatchOptions,
+    DataOptions,
+    DrafterOptions,
+    EvalOptions,
+    LossOptions,
+    RunOptions,
+    TrainConfig,
+    to_json,
+)
+from dflash_ext.errors import UserError
+from dflash_ext.train import main
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_hold_together(name):
+    config = RECIPES[name]()
+    batch, data = config.batch, config.data
+    assert data.max_length <= batch.token_budget  # every prepared sample fits a batch
+    assert data.max_prompt_tokens + data.max_answer_tokens < data.max_length
+    assert batch.anchors_per_sequence <= batch.anchor_budget
+    assert data.held_out < data.synthetic_rows
+    content = json.loads(to_json(config))
+    assert content["batch"] == dataclasses.asdict(batch)
+    assert content["steps"] == config.steps
+
+
+@pytest.mark.parametrize(
+    ("owner", "options", "message"),
+    [
+        (LossOptions, {"gamma": "0"}, "gamma 0.0"),
+        (LossOptions, {"gamma": "-2"}, "gamma -2.0"),
+        (LossOptions, {"gamma": "nan"}, "gamma nan"),
+        (LossOptions, {"gamma": "x"}, "gamma 'x'"),
+        (LossOptions, {"alpha": 1.5}, "alpha 1.5"),
+        (LossOptions, {"alpha": math.nan}, "alpha nan"),
+        (LossOptions, {"chunk_rows": 0}, "chunk_rows 0"),
+        (DrafterOptions, {"block_size": 10}, "block_size 10"),
+        (DrafterOptions, {"num_layers": 0}, "num_layers 0"),
+        (DataOptions, {"max_length": 1}, "max_length 1"),
+        (BatchOptions, {"draws": 0}, "draws 0"),
+        (BatchOptions, {"accumulate": 0}, "accumulate 0"),
+        (EvalOptions, {"max_new_tokens": 0}, "max_new_tokens 0"),
+        (RunOptions, {"keep_checkpoints": 0}, "keep_checkpoints 0"),
+        (TrainConfig, {"steps": 0}, "steps 0"),
+        (TrainConfig, {"seed": -1}, "seed -1"),
+    ],
+)
+def test_wrong_values_are_user_errors(owner, options, message):
+    with pytest.raises(UserError, match=message):
+        owner(**options)
+
+
+def test_json_of_paths():
+    config = TrainConfig(run=RunOptions(dir=Path("a/b")))
+    assert json.loads(to_json(config))["run"]["dir"] == "a/b"
+
+
+def test_command_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["cpu", "--loss.gamma", "0"])
+    assert stop.value.code == 2
+    assert "gamma 0.0 is not a finite" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["one_gpu", "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--batch.token-budget" in shown
+    assert str(RECIPES["one_gpu"]().batch.token_budget) in shown
+    with pytest.raises(UserError, match=r"torch sees no GPU|is unknown"):
+        main(["cpu", "--device", "gpu0"])

@@ -1,0 +1,296 @@
+"""Micro-batches: exact splits, unsupervised neighbours, memory that follows the budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from reference_drafter import reference_hidden
+from test_drafter import exported, make
+from tiny_targets import VOCAB, one_thread, tiny_model  # noqa: F401
+
+from dflash_ext.batch import PackedBatch
+from dflash_ext.blocks import draw_anchors
+from dflash_ext.config import BatchOptions, EvalOptions, LossOptions, OptimOptions, TrainConfig
+from dflash_ext.data.store import StoreWriter, TokenStore
+from dflash_ext.drafter import Drafter
+from dflash_ext.errors import FeatureError, UserError
+from dflash_ext.initialise import drafter_config
+from dflash_ext.loss import vocabulary_loss
+from dflash_ext.memory import largest_batch, predict_peak
+from dflash_ext.metrics import slot_sums, summarise
+from dflash_ext.optim import DrafterOptimizer
+from dflash_ext.samples import Samples
+from dflash_ext.target import Target
+from dflash_ext.trainer import Trainer, Validation
+
+MASK = VOCAB - 3
+
+
+def trainer_of(block_size=4, **loss) -> Trainer:
+    config = TrainConfig(
+        loss=LossOptions(chunk_rows=7, **loss),
+        batch=BatchOptions(
+            token_budget=64, max_documents=4, anchors_per_sequence=6, anchor_budget=24
+        ),
+    )
+    options = dataclasses.replace(config.drafter, block_size=block_size)
+    target = Target(tiny_model("llama", head_dim=64), tap_ids=(0, 2))
+    torch.manual_seed(1)
+    return Trainer(target, Drafter(drafter_config(options, target, MASK)), config)
+
+
+def documents(masks: list[list[int]], seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randint(0, VOCAB - 8, (len(m),), generator=generator), torch.tensor(m).bool())
+        for m in masks
+    ]
+
+
+def packed(docs, ids) -> PackedBatch:
+    return PackedBatch.from_documents([docs[i] for i in ids], ids)
+
+
+def backward(trainer: Trainer, batch: PackedBatch):
+    """(slot sums or None) of one micro-batch; gradients accumulate."""
+    anchors = draw_anchors(batch, anchors_per_sequence=6, seed=0, epoch=0)
+    blocks = trainer.blocks(batch, anchors)
+    if not blocks.num_rows:
+        return None
+    return trainer.micro_step(trainer.features(batch), batch, blocks)
+
+
+def gradients(trainer: Trainer, *batches: PackedBatch):
+    trainer.drafter.zero_grad()
+    sums = [s for b in batches if (s := backward(trainer, b)) is not None]
+    return [p.grad.clone() for p in trainer.drafter.parameters()], sum(sums)
+
+
+def assert_same(a, b, rtol=1e-5):
+    for x, y in zip(a, b):
+        assert (x - y).norm() <= rtol * y.norm() + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["ce", "dpace"])
+def test_gradient_is_independent_of_the_split(kind):
+    """Requirement 11: numerators and weights add up, whatever the micro-batches."""
+    trainer = trainer_of(kind=kind)
+    docs = documents([[0, 0] + [1] * n for n in (12, 3, 7, 9, 2)])
+    whole, sums = gradients(trainer, packed(docs, [0, 1, 2, 3, 4]))
+    for split in ([[0], [1], [2], [3], [4]], [[4, 0], [1, 2, 3]], [[3, 1], [2, 0, 4]]):
+        parts, part_sums = gradients(trainer, *[packed(docs, ids) for ids in split])
+        assert_same(parts, whole)
+        torch.testing.assert_close(part_sums, sums, rtol=1e-5, atol=1e-4)
+
+
+def test_micro_step_equals_an_independent_computation():
+    """Loss and gradient of the whole chain against the reference drafter and full logits, fp64."""
+    trainer = trainer_of()
+    docs = documents([[0, 0] + [1] * 8, [0] + [1] * 5])
+    batch = packed(docs, [0, 1])
+    anchors = draw_anchors(batch, anchors_per_sequence=6, seed=0, epoch=0)
+    blocks = trainer.blocks(batch, anchors)
+    ours, sums = gradients(trainer, batch)
+
+    model, drafter = trainer.target.model, trainer.drafter
+    state = {n: p.detach().double().requires_grad_() for n, p in drafter.named_parameters()}
+    taps = []
+    for ids, _ in docs:  # each document alone, unpadded
+        states = model(ids[None], output_hidden_states=True).hidden_states
+        taps.append(torch.cat([states[1][0], states[3][0]], -1))  # outputs of layers 0 and 2
+    doc_of = [d for d, (ids, _) in enumerate(docs) for _ in ids]
+    pos_of = [p for ids, _ in docs for p in range(len(ids))]
+    hidden = reference_hidden(
+        state,
+        exported(drafter.config),
+        torch.cat(taps).detach().double(),
+        doc_of,
+        pos_of,
+        model.get_input_embeddings().weight[blocks.input_ids].detach().double(),
+        [doc_of[a] for a in anchors.tolist()],
+        [pos_of[a] for a in anchors.tolist()],
+    )
+    log_p = (hidden @ model.get_output_embeddings().weight.double().T).log_softmax(-1)
+    numerator = 0
+    for n, a in enumerate(anchors.tolist()):
+        for k in range(1, 4):
+            row, end = a + k, len(docs[0][0]) if doc_of[a] == 0 else len(doc_of)
+            if row >= end:
+                break
+            weight = np.exp(-(k - 1) / (4 / 2.3))
+            numerator = numerator - weight * log_p[n * 4 + k, batch.input_ids[row]]
+    numerator.backward()
+    assert float(sums[0]) == pytest.approx(float(numerator.detach()), rel=1e-5)
+    assert_same([g.double() for g in ours], [p.grad for p in state.values()], rtol=1e-4)
+
+
+def test_unsupervised_document_and_padding_change_nothing():
+    """A (5 tokens, nothing supervised), B (8 tokens, mask 3..7), padding 3: B equals B alone."""
+    trainer = trainer_of()
+    docs = documents([[0] * 5, [0] * 3 + [1] * 5, [0] * 3])
+    alone, sums = gradients(trainer, packed(docs, [1]))
+    together, sums_together = gradients(trainer, packed(docs, [0, 1, 2]))
+    assert all(g.isfinite().all() for g in together)
+    assert_same(together, alone)
+    torch.testing.assert_close(sums_together, sums, rtol=1e-5, atol=1e-5)
+
+
+def test_three_supervised_tokens_with_block_16():
+    """No two neighbours are supervised, so there is no anchor: the step is skipped."""
+    trainer = trainer_of(block_size=16)
+    docs = documents([[0, 1, 0, 1, 0, 1], [0, 0] + [1] * 20])
+    optimizer = DrafterOptimizer(trainer.drafter, OptimOptions(), 10)
+    before = [p.detach().clone() for p in trainer.drafter.parameters()]
+    result, _ = optimizer.step(backward(trainer, packed(docs, [0])))
+    assert (result.applied, result.reason) == (False, "zero weight")
+    assert optimizer.steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.drafter.parameters()))
+
+    good, _ = gradients(trainer, packed(docs, [1]))
+    assert_same(gradients(trainer, packed(docs, [0, 1]))[0], good)
+    assert_same(gradients(trainer, packed(docs, [0]), packed(docs, [1]))[0], good)
+
+
+def test_a_non_finite_loss_is_named_and_skipped():
+    trainer = trainer_of()
+    optimizer = DrafterOptimizer(trainer.drafter, OptimOptions(max_nonfinite=2), 10)
+    batch = packed(documents([[1] * 9]), [0])
+    with torch.no_grad():
+        trainer.drafter.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    before = [p.detach().clone() for p in trainer.drafter.parameters()]
+    result, _ = optimizer.step(backward(trainer, batch))
+    assert result.reason.startswith("non-finite gradient of ")
+    for a, b in zip(before, trainer.drafter.parameters()):
+        assert torch.equal(a.nan_to_num(7), b.detach().nan_to_num(7))
+    sums = backward(trainer, batch)
+    with pytest.raises(UserError, match=r"gradient of .* was not finite in 2 steps in a row"):
+        optimizer.step(sums)
+
+
+def test_wrong_features_are_never_trained_on(monkeypatch):
+    """Requirement 8 at the trainer's door."""
+    trainer = trainer_of()
+    docs = documents([[1] * 9, [1] * 9])
+    batch, other = packed(docs, [0]), packed(docs, [1])
+    good, foreign = trainer.target.features(batch), trainer.target.features(other)
+    for bad in (
+        dataclasses.replace(good, features=torch.zeros_like(good.features)),
+        dataclasses.replace(good, features=good.features[:-1]),
+        dataclasses.replace(good, features=good.features * float("inf")),
+        dataclasses.replace(good, tap_ids=(0, 1)),
+        foreign,
+    ):
+        monkeypatch.setattr(trainer.target, "features", lambda _, bad=bad: bad)
+        with pytest.raises(FeatureError):
+            trainer.features(batch)
+
+
+def test_foreign_token_ids_are_an_error():
+    trainer = trainer_of()
+    batch = PackedBatch.from_documents([(torch.tensor([1, VOCAB]), torch.ones(2))], [17])
+    with pytest.raises(UserError, match=rf"samples \[17\] hold token id {VOCAB}"):
+        trainer.blocks(batch, torch.tensor([0]))
+
+
+def test_validation_equals_its_parts_and_does_not_depend_on_batching(tmp_path):
+    trainer = trainer_of()
+    with StoreWriter(tmp_path / "store") as writer:
+        for ids, mask in documents([[0, 0] + [1] * n for n in (12, 3, 7, 9, 2, 15)]):
+            writer.append(ids.tolist(), mask.tolist())
+    store = TokenStore.open(tmp_path / "store")
+    samples = Samples(store, np.array([1, 2, 3, 5]))
+    validation = Validation(trainer, samples)
+    metrics = validation.run()
+    assert metrics == validation.run()  # the same anchors at every call
+    assert 1 <= metrics["accept_len"] <= metrics["tree_accept_len@16"] <= 4
+    with torch.no_grad():
+        sums = 0
+        for i in (1, 2, 3, 5):
+            batch = store.batch([i])
+            blocks = trainer.blocks(
+                batch, draw_anchors(batch, anchors_per_sequence=6, seed=0, epoch=0)
+            )
+            hidden = trainer.hidden(trainer.features(batch), batch, blocks)
+            rows = hidden[blocks.rows]
+            output = vocabulary_loss(
+                rows,
+                trainer.head,
+                blocks.labels.flatten()[blocks.rows],
+                blocks.weights.flatten()[blocks.rows],
+            )
+            sums = sums + slot_sums(output, blocks)
+    expected = summarise(sums.tolist(), 4)
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4), name
+    assert Validation(trainer, Samples(store, np.array([], dtype=np.int64))).run() == {}
+    few = TrainConfig(batch=trainer.config.batch, eval=EvalOptions(max_validation_blocks=4))
+    trainer.config = few
+    assert Validation(trainer, samples).run()["blocks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "max_length"),
+    [
+        (BatchOptions(token_budget=100, max_documents=4, anchor_budget=40), 64),
+        (BatchOptions(token_budget=100, max_documents=4, anchor_budget=40), 10),
+        (BatchOptions(token_budget=9, max_documents=8, anchor_budget=16), 64),
+        (BatchOptions(token_budget=64, max_documents=1, anchor_budget=8), 64),
+    ],
+)
+def test_largest_batch_is_legal_and_full(options, max_length):
+    batch, anchors = largest_batch(options, max_length=max_length, block_size=8, vocab_size=50)
+    lengths = batch.lengths()
+    assert batch.num_tokens <= options.token_budget
+    assert batch.num_documents <= options.max_documents
+    assert int(lengths.max()) <= max_length
+    assert len(anchors) <= options.anchor_budget
+    assert int(batch.input_ids.max()) < 50
+    possible = int(sum(min(options.anchors_per_sequence, n - 1) for n in lengths.tolist()))
+    assert len(anchors) == min(options.anchor_budget, possible)
+    assert bool((anchors.diff() > 0).all())
+    if options.token_budget == 100 and max_length == 64:
+        assert batch.num_tokens == 100
+        ends = batch.doc_starts[1:][torch.searchsorted(batch.doc_starts[1:], anchors, right=True)]
+        assert bool((anchors + 8 <= ends).sum() >= len(anchors) - 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("T", "N"), [(400, 10), (50, 100)])
+def test_predicted_activations_are_what_autograd_keeps(dtype, T, N):
+    layers = {"layer_types": ("full_attention",) * 3, "num_layers": 3, "sliding_window": None}
+    drafter = make(hidden_size=128, target_hidden_size=128, intermediate_size=256, **layers)
+    B, own = (
+        drafter.config.block_size,
+        {p.untyped_storage().data_ptr() for p in drafter.parameters()},
+    )
+    features = torch.randn(T, drafter.config.feature_width, dtype=dtype)
+    embeds = torch.randn(N * B, 128, dtype=dtype)
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    layouts = drafter.layouts(torch.zeros(N).int(), torch.arange(N).clamp(max=T).int(), T)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        context = drafter.encode_context(features)
+        hidden = drafter(embeds, context, torch.arange(N * B), torch.arange(T), layouts)
+    assert hidden.shape == (N * B, 128)
+    count = sum(p.numel() for p in drafter.parameters())
+    parts = predict_peak(
+        drafter.config,
+        BatchOptions(token_budget=T, anchor_budget=N),
+        chunk_rows=1,
+        drafter_parameters=count,
+        target_parameters=0,
+        bytes_per_value=features.element_size(),
+        moments=1,
+    )
+    cast = count * 2 if dtype == torch.bfloat16 else 0
+    predicted = parts["drafter activations"] + parts["features"] - features.nbytes + cast
+    assert sum(kept.values()) == pytest.approx(predicted, rel=0.15)
