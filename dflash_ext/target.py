@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +121,19 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     return max(found, key=lambda pair: pair[0])[1]
 
 
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging as their_logging
+
+    shown = their_logging.is_progress_bar_enabled()
+    their_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            their_logging.enable_progress_bar()
+
+
 def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
     """The tokenizer beside a model, or None if there is none."""
     import transformers
@@ -197,9 +211,10 @@ class Target:
             raise UserError(f"target dtype {dtype} is not supported: use one of {list(DTYPES)}")
         name = str(path_or_id)
         try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                name, dtype=resolved, trust_remote_code=trust_remote_code
-            )
+            with _no_progress_bars():  # the program has one progress display, its own
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    name, dtype=resolved, trust_remote_code=trust_remote_code
+                )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"target {name!r} cannot be loaded as a causal LM: {reason}") from error

@@ -194,10 +194,12 @@ def test_fp16_is_refused():
         Target.load("anywhere", dtype=torch.float16)
 
 
-def test_load_from_a_directory(tmp_path):
+def test_load_from_a_directory(tmp_path, capfd):
     model = tiny_model("qwen2")
     model.save_pretrained(tmp_path)
+    capfd.readouterr()
     bare = Target.load(tmp_path, dtype="fp32", tap_ids=(1,))
+    assert capfd.readouterr().err == ""  # no second progress display
     with pytest.raises(UserError, match="has no tokenizer"):
         _ = bare.tokenizer
     tiny_tokenizer().save_pretrained(tmp_path)
