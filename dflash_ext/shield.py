@@ -7,7 +7,6 @@ module called meanwhile, in any thread, is taken for part of the traced model an
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -18,15 +17,12 @@ _PLAIN_CALLS = (
     "transformers.modeling_layers.GradientCheckpointingLayer",
 )
 
+_shielded: dict[Any, type[nn.Module]] = {}
+"""A class -> its subclass of the same name with a `__call__` of its own."""
+
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return self._call_impl(*args, **kwargs)  # what nn.Module.__call__ is when nobody traces
-
-
-@cache
-def _shielded(kind: type[nn.Module]) -> type[nn.Module]:
-    own = {"__call__": _call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), own)
 
 
 def shield(model: nn.Module) -> None:
@@ -39,4 +35,7 @@ def shield(model: nn.Module) -> None:
         kind = type(module)
         caller = next(base for base in kind.__mro__ if "__call__" in vars(base))
         if f"{caller.__module__}.{caller.__qualname__}" in _PLAIN_CALLS:
-            module.__class__ = _shielded(kind)
+            if kind not in _shielded:
+                own = {"__call__": _call, "__module__": kind.__module__}
+                _shielded[kind] = type(kind.__name__, (kind,), own)
+            module.__class__ = _shielded[kind]
