@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -92,24 +92,57 @@ def make_tokenizer(template: str | None, eos: str = "<|im_end|>") -> Any:
     return tokenizer
 
 
-def tiny_model(tokenizer: Any, *, seed: int = 0, **overrides: Any) -> Any:
-    """A random Llama whose head favours nothing: 2 layers, hidden 32, grouped queries."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+def make_word_tokenizer(words: int = 40) -> Any:
+    """One token per word: whatever a random model writes is text that tokenises to itself."""
+    vocabulary = [*_SPECIAL, "[UNK]", "user", "assistant", *(f"w{i}" for i in range(words))]
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(_SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>", unk_token="[UNK]"
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def tiny_model(
+    tokenizer: Any, kind: type[Any] = LlamaForCausalLM, *, end_bias: float = 0.0, **overrides: Any
+) -> Any:
+    """A random model of 2 layers, hidden 32, grouped queries, whose turns end at `end_bias`.
+
+    Without a bias a random model hardly ever ends a turn. A constant in the embedding's first
+    dimension, which no layer writes to, survives to the head. There only special tokens' rows
+    look at it: the end token's with `end_bias`, all others' so that they are never written.
+    """
+    torch.manual_seed(0)
+    config = kind.config_class(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=8,
         max_position_embeddings=512,
         initializer_range=0.3,
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         **overrides,
     )
-    return LlamaForCausalLM(config).eval()
+    model = kind(config).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 3.0
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight[0] = 0.0
+        head = model.get_output_embeddings().weight
+        head *= 0.5  # flatter, so that prompts differ
+        head[:, 0] = 0.0
+        head[list(tokenizer.added_tokens_decoder), 0] = -20.0
+        head[tokenizer.eos_token_id, 0] = end_bias
+    return model
 
 
 def make_wheel(folder: Path, name: str, version: str, files: dict[str, bytes]) -> tuple[Path, str]:

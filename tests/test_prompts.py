@@ -75,9 +75,8 @@ def test_files(tmp_path):
     rows = tmp_path / "p.jsonl"
     user = {"role": "user", "content": "q"}
     answer = {"role": "assistant", "content": "a"}
-    rows.write_text(
-        "\n".join(json.dumps(r) for r in [{"prompt": "x"}, {"messages": [user, answer, user, answer]}])
-    )
+    lines = [{"prompt": "x"}, {"messages": [user, answer, user, answer]}]
+    rows.write_text("\n".join(json.dumps(line) for line in lines))
     assert load_prompts(str(rows)) == [[{"role": "user", "content": "x"}], [user, answer, user]]
 
 

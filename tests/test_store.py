@@ -62,7 +62,7 @@ def test_wrong_samples_are_named(tmp_path):
     with pytest.raises(UserError, match="sample 0: no tokens"):
         write(tmp_path / "s", [([], [])])
     store = write(tmp_path / "s", [([1], [1])])
-    with pytest.raises(UserError, match="sample 1 of .* holds samples 0 to 0"):
+    with pytest.raises(UserError, match=r"sample 1 of .* holds samples 0 to 0"):
         store.sample(1)
 
 

@@ -47,6 +47,8 @@ class Frame:
     """After `user_end` up to where the assistant's answer begins."""
     stops: list[int]
     """Tokens that end the answer."""
+    special: frozenset[int]
+    """Tokens that no user's text contains."""
 
 
 def template_frame(model: Any, tokenizer: Any) -> Frame:
@@ -78,6 +80,7 @@ def template_frame(model: Any, tokenizer: Any) -> Frame:
         user_end=ending[0],
         suffix=encode(after[end:]),
         stops=sorted(stop for stop in stops if stop is not None),
+        special=frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder),
     )
 
 
@@ -192,7 +195,7 @@ def _lockstep(
     for step in range(longest):
         answer_step = step - user_end - 1 - S  # [rows], 0 = the answer's first token
         token = logits.argmax(-1)
-        asking = user_end == longest
+        asking = (user_end == longest) & ~done
         if step <= max_prompt_tokens:
             token = _ask(logits, asking, token, generator)
         in_suffix = (user_end < step) & (answer_step < 0)
@@ -275,11 +278,14 @@ def synthesize(
     try:
         while len(kept) < count:
             batch = []
+            missing = count - len(kept)
+            # The last batch: a few more than are missing, because some prompts will not do.
+            rows = min(batch_size, missing + missing // 4 + 4)
             for item in _lockstep(
                 model,
                 frame,
                 generator,
-                rows=batch_size,
+                rows=rows,
                 max_prompt_tokens=max_prompt_tokens,
                 max_answer_tokens=max_answer_tokens,
             ):
@@ -290,7 +296,7 @@ def synthesize(
                         progress(min(len(kept) + len(batch), count), count)
             # In row order, not in the order of finishing: the cut below must not prefer short ones.
             kept += [_sample(frame, user, answer) for _, user, answer in sorted(batch)]
-            tried += batch_size
+            tried += rows
             if tried >= 4 * batch_size and len(kept) < _MIN_YIELD * tried:
                 raise UserError(
                     f"only {len(kept)} of {tried} prompts the target wrote were usable (distinct, "
@@ -302,7 +308,9 @@ def synthesize(
 
 
 def _is_prompt(tokenizer: Any, frame: Frame, user: list[int]) -> bool:
-    """Does the template give exactly these ids for exactly this text?"""
+    """Plain text for which the template gives exactly these ids?"""
+    if frame.special.intersection(user):
+        return False
     messages = [{"role": "user", "content": tokenizer.decode(user)}]
     text = render(tokenizer, messages, generation=True)
     expected = [*frame.prefix, *user, frame.user_end, *frame.suffix]
