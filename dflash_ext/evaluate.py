@@ -20,6 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from dflash_ext.data.prompts import load_prompts
+from dflash_ext.data.registry import smollm2_dir
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError, run_cli
 from dflash_ext.export import CONFIG, load_export
@@ -232,6 +233,14 @@ def find_export(run_or_export: Path) -> Path:
     )
 
 
+def trained_target(run_or_export: Path) -> str:
+    """The target a run was trained for, by its `resolved.json`; else the quickstart's."""
+    resolved = run_or_export / "resolved.json"
+    if resolved.is_file():
+        return json.loads(resolved.read_text())["target"]
+    return str(smollm2_dir())
+
+
 @dataclass(frozen=True)
 class Options:
     """Measure a drafter's accepted length on prompt sets, beside greedy and prompt lookup."""
@@ -239,7 +248,8 @@ class Options:
     run_or_export: Annotated[Path, tyro.conf.Positional]
     """A training run's folder, or an exported drafter."""
     target: str | None = None
-    """Directory or hub id of the target; none: the quickstart's SmolLM2-135M-Instruct."""
+    """Directory or hub id of the target; none: the one the run was trained for, of a bare export
+    the quickstart's SmolLM2-135M-Instruct."""
     prompts: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
     """Prompt sets: names, or files (.jsonl with messages or prompt, .txt one a line)."""
     max_new_tokens: int = 128
@@ -262,11 +272,7 @@ def evaluate(options: Options, console: Console) -> list[SetReport]:
     folder = find_export(options.run_or_export)
     drafter = load_export(folder)
     sets = {name: load_prompts(name, options.limit) for name in options.prompts}
-    path = options.target
-    if path is None:
-        from dflash_ext.data.registry import smollm2_dir
-
-        path = str(smollm2_dir())
+    path = options.target or trained_target(options.run_or_export)
     automatic = "cuda" if torch.cuda.is_available() else "cpu"
     target = Target.load(
         path,

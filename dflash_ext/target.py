@@ -261,7 +261,9 @@ class Target:
                     f"target {type(self.model).__name__}: expected an lm_head without bias"
                 )
             embedding = module.weight
-            if type(module) is not nn.Embedding:
+            # Some embedding modules scale what they look up (Gemma): ask, whatever their class.
+            few = torch.arange(min(8, embedding.shape[0]), device=embedding.device)
+            if not torch.equal(module(few), embedding[few]):
                 embedding = module(torch.arange(embedding.shape[0], device=embedding.device))
             self._vocabulary = Vocabulary(
                 embedding.detach(), head.weight.detach()[: embedding.shape[0]]

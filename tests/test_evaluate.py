@@ -117,9 +117,9 @@ def test_the_command(target, tmp_path):
     prompts.write_text("w3 w4\nw5 w6 w7\n")
     console = Console(record=True, width=120, file=(tmp_path / "out").open("w"))
     out = tmp_path / "out.json"
+    (run / "resolved.json").write_text(json.dumps({"target": str(model_dir)}))
     options = Options(
         run,
-        target=str(model_dir),
         prompts=(str(prompts),),
         max_new_tokens=12,
         json=out,
