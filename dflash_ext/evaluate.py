@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -196,12 +197,12 @@ def greedy_reference(
 
 def results_table(reports: Sequence[SetReport]) -> Table:
     """The reports as a table for the terminal."""
-    table = Table(title="Tokens per step and per second")
-    table.add_column("prompts")
-    for column in ("accepted", "prompt lookup", "full blocks", "= greedy", "tok/s"):
+    table = Table(title="Tokens per step and per second", box=SIMPLE_HEAD)
+    table.add_column("prompts", no_wrap=True)
+    for column in ("accepted", "full\nblocks", "prompt\nlookup", "equals\ngreedy"):
         table.add_column(column, justify="right")
-    table.add_column("tok/s lookup", justify="right")
-    table.add_column("tok/s greedy", justify="right")
+    for method in ("", "\nlookup", "\ngreedy"):
+        table.add_column(f"tok/s{method}", justify="right")
 
     def show(report: MethodReport | None, field: str, form: str) -> str:
         return "–" if report is None else format(getattr(report, field), form)
@@ -212,8 +213,8 @@ def results_table(reports: Sequence[SetReport]) -> Table:
         table.add_row(
             r.name,
             show(r.drafter, "accept_len", ".2f"),
-            show(r.lookup, "accept_len", ".2f"),
             show(r.drafter, "full_block_rate", ".1%"),
+            show(r.lookup, "accept_len", ".2f"),
             "–" if same is None or ours is None else f"{same}/{ours.prompts}",
             show(r.drafter, "tokens_per_second", ".1f"),
             show(r.lookup, "tokens_per_second", ".1f"),
@@ -256,7 +257,7 @@ class Options:
     limit: int | None = 10
     """Prompts of each set, evenly spread over it."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the target. In fp32 all three outputs are identical; in bf16 rounding tells them apart."""
+    """Of the target. In fp32 all outputs are identical; in bf16 rounding may change some."""
     device: str = "auto"
     """auto: the first CUDA device if there is one, else the CPU."""
     json: Path | None = None
