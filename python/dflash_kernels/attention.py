@@ -400,46 +400,51 @@ def attention_bwd_dkv_kernel(
     dk = tl.zeros([BN, D], tl.float32)
     dv = tl.zeros([BN, D], tl.float32)
 
-    num_rows = num_blocks * B * G
-    row_base = kv_head.to(tl.int64) * num_rows
+    # A tile of rows is a whole number of tokens, M // G of them, so that a row's place inside the
+    # tile is known outside the loop; the few rows left over where G does not divide M repeat row 0
+    # and get lse = +inf, that is probability 0.
+    tokens = M // G
+    r = tl.arange(0, M)
+    used = r < tokens * G
+    local_token = r // G
+    head = r - local_token * G
+    q_at = tl.where(used, local_token * q_row + head * q_head, 0)[:, None] + d[None, :]
+    do_row = num_kv_heads * G * D
+    do_at = tl.where(used, local_token * do_row + head * D, 0)[:, None] + d[None, :]
     q_base = q_ptr + (kv_head * G) * q_head
     do_base = dout_ptr + (kv_head * G) * D
-    do_row = num_kv_heads * G * D
-    first = full_lo * B * G
-    full_tiles = tl.maximum((full_hi - full_lo) * B * G // M, 0)
+    row_base = kv_head.to(tl.int64) * (num_blocks * B * G)
+    first = full_lo * B
+    full_tiles = tl.maximum((full_hi - full_lo) * B // tokens, 0)
     for i in tl.range(0, full_tiles, num_stages=STAGES):
-        row = first + i * M + tl.arange(0, M)
-        token = row // G
-        head = row - token * G
-        q_at = token.to(tl.int64) * q_row + head * q_head
-        do_at = token.to(tl.int64) * do_row + head * D
-        q = tl.load(q_base + q_at[:, None] + d[None, :])
-        do = tl.load(do_base + do_at[:, None] + d[None, :])
-        lse = tl.load(lse_ptr + row_base + row)
-        delta = tl.load(delta_ptr + row_base + row)
+        token = (first + i * tokens).to(tl.int64)
+        q = tl.load(q_base + token * q_row + q_at)
+        do = tl.load(do_base + token * do_row + do_at)
+        row_at = row_base + token * G + r
+        lse = tl.load(lse_ptr + row_at, mask=used, other=float("inf"))
+        delta = tl.load(delta_ptr + row_at, mask=used, other=0.0)
         dk, dv = _dkv_step(k, v, q, do, 0, dk, dv, lse, delta, scale_log2, False)
 
-    # The rows before and after the fully visible run, each walked from its own first row.
-    before_lo = see_lo * B * G
-    after_lo = first + full_tiles * M
-    after_hi = see_hi * B * G
-    before = tl.cdiv(first - before_lo, M)
-    after = tl.cdiv(after_hi - after_lo, M)
+    # The tokens before and after the fully visible run, each walked from its own first one.
+    before_lo = see_lo * B
+    after_lo = first + full_tiles * tokens
+    after_hi = see_hi * B
+    before = tl.cdiv(first - before_lo, tokens)
+    after = tl.cdiv(after_hi - after_lo, tokens)
     for i in tl.range(0, before + after, num_stages=1):
-        start = tl.where(i < before, before_lo + i * M, after_lo + (i - before) * M)
+        start = tl.where(i < before, before_lo + i * tokens, after_lo + (i - before) * tokens)
         stop = tl.where(i < before, first, after_hi)
-        row = start + tl.arange(0, M)
-        inside = row < stop
-        token, block, slot, lower, end, real = _row_interval(
-            row, stop, B, G, ctx_start_ptr, ctx_end_ptr, window
+        token = start.to(tl.int64)
+        inside = used & (start + local_token < stop)
+        q = tl.load(q_base + token * q_row + q_at, mask=inside[:, None], other=0.0)
+        do = tl.load(do_base + token * do_row + do_at, mask=inside[:, None], other=0.0)
+        row_at = row_base + token * G + r
+        lse = tl.load(lse_ptr + row_at, mask=inside, other=float("inf"))
+        delta = tl.load(delta_ptr + row_at, mask=inside, other=0.0)
+        row = tl.where(inside, start * G + r, stop * G)
+        _, block, slot, lower, end, real = _row_interval(
+            row, stop * G, B, G, ctx_start_ptr, ctx_end_ptr, window
         )
-        head = row - token * G
-        q_at = token.to(tl.int64) * q_row + head * q_head
-        do_at = token.to(tl.int64) * do_row + head * D
-        q = tl.load(q_base + q_at[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-        do = tl.load(do_base + do_at[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-        lse = tl.load(lse_ptr + row_base + row, mask=inside, other=float("inf"))
-        delta = tl.load(delta_ptr + row_base + row, mask=inside, other=0.0)
         in_context = (key[:, None] >= lower[None, :]) & (key[:, None] < end[None, :])
         key_block = key // B
         own = block[None, :] == key_block[:, None]
