@@ -102,7 +102,8 @@ TilePlan plan_tiles(const Inputs& in) {
     check_block(in, b, previous);
     previous = b;
     const Keys keys = context_of(in, b);
-    if (end > 0 && keys.begin >= end) close(b);
+    const bool new_document = b > 0 && in.ctx_start[b] != in.ctx_start[b - 1];
+    if (keys.begin >= end && (end > 0 || new_document)) close(b);
     if (first < 0) first = b;
     if (keys.begin < keys.end) end = keys.end;
   }
