@@ -1,0 +1,143 @@
+"""The build's gates, its generated code and its independence of the installed torch.
+
+Each check of the Triton side runs in a fresh process: this one may have imported Triton with its
+interpreter switched on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PYTHON = ROOT / "python"
+
+
+def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment | {"PYTHONPATH": str(PYTHON)} | env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_shared_memory_over_the_limit_fails_the_build() -> None:
+    script = """
+import dataclasses, tempfile, pathlib
+from dflash_kernels import compile, variants
+kernel = variants.kernel_named("attention_bwd_dq")
+large = dataclasses.replace(kernel, small={})            # the tile that only large GPUs can hold
+compile.build(variants.Variant(large, 128, 86), pathlib.Path(tempfile.mkdtemp()))
+"""
+    done = run(script)
+    last = done.stderr.splitlines()[-1]
+    assert "GateError: attention_bwd_dq_d128_sm86: " in last
+    assert last.endswith("bytes of shared memory, sm_86 has 101376")
+
+
+def test_a_launcher_that_disagrees_with_the_kernel_fails_the_build() -> None:
+    script = """
+import dataclasses, tempfile, pathlib
+from dflash_kernels import compile, variants
+kernel = variants.kernel_named("attention_layout")
+variant = variants.Variant(kernel, 0, 90)
+ptx = compile.compile_variant(variant).asm["ptx"]
+compile.abi_gate(variant, ptx)                            # agrees as declared
+wrong = dataclasses.replace(kernel, arguments=kernel.arguments | {"num_ctx": "i32*"})
+compile.abi_gate(variants.Variant(wrong, 0, 90), ptx)
+"""
+    done = run(script)
+    assert "GateError: attention_layout_sm90: PTX parameters [" in done.stderr.splitlines()[-1]
+
+
+def test_declared_arguments_must_be_the_functions() -> None:
+    script = """
+import dataclasses
+from dflash_kernels import variants
+for kernel in variants.KERNELS:
+    variants.check_signature(kernel)
+kernel = variants.kernel_named("attention_fwd")
+swapped = dict(reversed(kernel.arguments.items()))
+variants.check_signature(dataclasses.replace(kernel, arguments=swapped))
+"""
+    assert "ValueError: attention_fwd: declared" in run(script).stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("", "(80, 86, 90, 100, 120)"), ("90", "(90,)"), ("sm_90a, 80", "(80, 90)")],
+)
+def test_architectures_are_chosen_by_environment(text: str, expected: str) -> None:
+    script = f"from dflash_kernels.variants import *; print(parse_architectures({text!r}))"
+    assert run(script).stdout.strip() == expected
+
+
+def test_unknown_architecture_is_one_line() -> None:
+    done = run(
+        "import runpy, sys; sys.argv=['setup.py', 'build_ext']; runpy.run_path('setup.py')",
+        DFLASH_SM="75",
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == "error: DFLASH_SM='75': expected a list of [80, 86, 89, 90, 100, 120]"
+
+
+def test_images_are_reproducible(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dflash_kernels.compile", "attention_layout", "0"]
+    images = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        env = os.environ | {"PYTHONPATH": str(PYTHON), "TRITON_INTERPRET": "0"}
+        subprocess.run([*command, str(tmp_path / name), "90"], check=True, env=env)
+        images.append((tmp_path / name / "attention_layout_sm90.cubin").read_bytes())
+    assert images[0] == images[1]
+
+
+def test_report_covers_every_variant_built() -> None:
+    from dflash_ext import _C
+
+    report = json.loads(_C.build_report())
+    built = {(r["kernel"], r["head_dim"], r["sm"]) for r in report}
+    kernels = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkv")
+    expected = {
+        (k, d, sm) for k in kernels for d in (64, 128, 256) for sm in _C.built_architectures()
+    }
+    expected |= {("attention_layout", 0, sm) for sm in _C.built_architectures()}
+    assert built == expected
+    for row in report:
+        assert row["registers"] > 0
+        assert row["cubin_bytes"] > 0
+        assert row["stack_bytes"] >= 0
+
+
+def test_the_extension_knows_neither_torch_nor_cuda_libraries() -> None:
+    """One build serves every torch: the module loads alone and links only system libraries."""
+    from dflash_ext import _C
+
+    script = "import sys; from dflash_ext import _C; print('torch' in sys.modules, _C.KEY_TILE)"
+    done = run(script, PYTHONPATH=str(ROOT))
+    assert done.stdout.strip() == "False 64", done.stderr
+    needed = subprocess.run(["ldd", _C.__file__], capture_output=True, text=True, check=True).stdout
+    libraries = {line.split()[0].split(".so")[0] for line in needed.splitlines()}
+    assert not {x for x in libraries if "cuda" in x or "torch" in x or "c10" in x}
+
+
+def test_nothing_in_the_package_imports_triton_or_compiles() -> None:
+    """The run path has no JIT: no Triton, torch.compile, FX or flex_attention outside the benches."""
+    banned = ("triton", "torch.compile", "flex_attention", "torch.fx import", "import torch.fx")
+    for file in (ROOT / "dflash_ext").rglob("*.py"):
+        if "bench" in file.parts:
+            continue
+        code = "\n".join(line.split("#")[0] for line in file.read_text().splitlines())
+        imports = [x for x in code.splitlines() if x.lstrip().startswith(("import ", "from "))]
+        for word in banned:
+            assert not any(word in line for line in imports), (file, word)
+        assert "torch.compile(" not in code, file
