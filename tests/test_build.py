@@ -131,7 +131,7 @@ def test_the_extension_knows_neither_torch_nor_cuda_libraries() -> None:
 
 
 def test_nothing_in_the_package_imports_triton_or_compiles() -> None:
-    """The run path has no JIT: no Triton, torch.compile, FX or flex_attention outside the benches."""
+    """The run path has no JIT: no Triton, torch.compile, FX or flex_attention but in benchmarks."""
     banned = ("triton", "torch.compile", "flex_attention", "torch.fx import", "import torch.fx")
     for file in (ROOT / "dflash_ext").rglob("*.py"):
         if "bench" in file.parts:
