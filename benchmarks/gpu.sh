@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks}
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw --format=csv,noheader
-DFLASH_SM=${DFLASH_SM:-90} python3 -m pip install --no-build-isolation --no-deps --no-index -q -e . -v \
+DFLASH_SM=${DFLASH_SM:-90} python3 -m pip install --no-build-isolation --no-deps --no-index -e . -v \
   > "$out/build.log" 2>&1 || { tail -40 "$out/build.log"; exit 1; }
 grep -E "images for sm|MiB in" "$out/build.log"
 python3 -c "from dflash_ext import _C; print(_C.describe_device(0))"
@@ -14,6 +14,10 @@ for step in "$@"; do
   case $step in
     tests) python3 -m pytest -q -m gpu tests 2>&1 | tee "$out/gpu_tests.log" | tail -25 ;;
     attention) python3 -m dflash_ext.bench attention --flex --json "$out/attention_h200.json" ;;
+    quickstart) # needs the small target's wheel: see PIP_FIND_LINKS in pip's manual
+      python3 -m dflash_ext.train one_gpu --run.dir "${RUN_DIR:-/tmp/quickstart}" ${QUICKSTART_OPTIONS:-}
+      cp "${RUN_DIR:-/tmp/quickstart}/results.json" "$out/quickstart_h200.json"
+      cp "${RUN_DIR:-/tmp/quickstart}/metrics.jsonl" "$out/quickstart_h200_metrics.jsonl" ;;
     *) echo "unknown step $step"; exit 2 ;;
   esac
 done

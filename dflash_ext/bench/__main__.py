@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from dflash_ext.bench import attention
+from dflash_ext.bench import attention, tables
 from dflash_ext.errors import UserError, run_cli
 
-BENCHMARKS = {"attention": attention.main}
+BENCHMARKS = {"attention": attention.main, "tables": tables.main}
 
 
 def main() -> None:
