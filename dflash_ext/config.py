@@ -216,7 +216,14 @@ class TrainConfig:
 
 def cpu_recipe() -> TrainConfig:
     """Ten minutes in all on two cores (real_target_and_data.md)."""
-    return TrainConfig()
+    # Each capture costs as much as a micro-batch here, so every one of them is used twice.
+    return TrainConfig(
+        data=DataOptions(synthetic_rows=400, held_out=24, max_answer_tokens=128),
+        batch=BatchOptions(draws=2),
+        eval=EvalOptions(prompts_per_set=4, max_new_tokens=48, every=25),
+        run=RunOptions(checkpoint_every=25),
+        steps=100,
+    )
 
 
 def one_gpu_recipe() -> TrainConfig:
