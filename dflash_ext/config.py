@@ -48,11 +48,13 @@ class DataOptions:
     held_out: int = 32
     """Rows taken from the training data for validation when no file is given."""
     max_length: int = 1024
-    """Tokens kept of a conversation."""
+    """Tokens kept of a file's conversation; a synthetic one is bounded by the two below."""
     synthetic_rows: int = 1000
     """Conversations the target writes when no file is given."""
     max_prompt_tokens: int = 64
+    """Prompts the target does not end within this are dropped."""
     max_answer_tokens: int = 192
+    """Longer answers are cut here."""
     synthesis_batch: int = 128
     """Conversations decoded side by side."""
 

@@ -28,14 +28,15 @@ class Stage:
     def __init__(self, name: str, stream: TextIO, bar: Progress | None) -> None:
         self.name, self.stream, self.bar = name, stream, bar
         self.task = bar.add_task(name, total=None, note="") if bar else None
-        self.began = time.monotonic()
-        self.first = 0
+        self.began, self.first, self.last = time.monotonic(), 0, 0
         self.printed: float | None = None
 
     def update(self, done: int, total: int, note: str = "") -> None:
         """`done` of `total` units; the note is shown beside rate and time left."""
-        if done < self.first or self.first == 0:
-            self.first = done  # a resumed stage starts in the middle: its rate counts from there
+        if self.last == 0 or done < self.last:
+            # A resumed stage starts in the middle and a repeated one anew: rates count from here.
+            self.began, self.first = time.monotonic() if self.last else self.began, done - 1
+        self.last = done
         elapsed = time.monotonic() - self.began
         rate = (done - self.first) / elapsed if elapsed > 0 else 0.0
         shown = f"{rate:.2f}/s  {note}" if rate else note

@@ -123,7 +123,7 @@ def loop(
     folder: Path,
     monitor: Monitor,
 ) -> tuple[Progress, bool]:
-    """Optimizer steps from `progress` to `config.steps`; returns where it ended, if interrupted.
+    """Optimizer steps from `progress` to `config.steps`; returns where it ended, and if by a signal.
 
     Everything a step uses follows from (seed, position): micro-batch m belongs to feature batch
     m // draws, whose (epoch, samples) the plan gives, and draws its anchors as number m % draws.
@@ -181,7 +181,7 @@ def loop(
                     progress,
                     keep=config.run.keep_checkpoints,
                 )
-    return progress, position < config.steps
+        return progress, interrupted()
 
 
 def step_record(result: StepResult, optimizer: DrafterOptimizer) -> dict[str, float | str]:
