@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,8 @@ _CHECK_EVERY = 8
 _DROP_SHARE = 0.1
 # Candidates drawn per sampled token: all outside the nucleus has probability below 0.05 ** 4.
 _DRAWS = 4
-_MIN_YIELD = 0.02
+_MIN_YIELD = 0.02  # usable share of the prompts below which the target is called unfit
+_FIRST_YIELD = 0.8  # expected before any was seen
 
 Progress = Callable[[int, int], None]
 
@@ -279,8 +281,10 @@ def synthesize(
         while len(kept) < count:
             batch = []
             missing = count - len(kept)
-            # The last batch: a few more than are missing, because some prompts will not do.
-            rows = min(batch_size, missing + missing // 4 + 4)
+            # The last batch should be the last: a straggling one of a few rows takes as many
+            # decode steps as a full one, so it starts as many rows as lately were needed for that.
+            share = max(len(kept) / tried, _MIN_YIELD) if tried else _FIRST_YIELD
+            rows = min(batch_size, math.ceil(1.1 * missing / share) + 4)
             for item in _lockstep(
                 model,
                 frame,
