@@ -15,7 +15,7 @@ for step in "$@"; do
     tests) python3 -m pytest -q -m gpu tests 2>&1 | tee "$out/gpu_tests.log" | tail -25 ;;
     attention) python3 -m dflash_ext.bench attention --flex --json "$out/attention_h200.json" ;;
     quickstart) # needs the small target's wheel: see PIP_FIND_LINKS in pip's manual
-      python3 -m dflash_ext.train one_gpu --run.dir "${RUN_DIR:-/tmp/quickstart}" ${QUICKSTART_OPTIONS:-}
+      PYTHONUNBUFFERED=1 python3 -m dflash_ext.train one_gpu --run.dir "${RUN_DIR:-/tmp/quickstart}" ${QUICKSTART_OPTIONS:-}
       cp "${RUN_DIR:-/tmp/quickstart}/results.json" "$out/quickstart_h200.json"
       cp "${RUN_DIR:-/tmp/quickstart}/metrics.jsonl" "$out/quickstart_h200_metrics.jsonl" ;;
     *) echo "unknown step $step"; exit 2 ;;
