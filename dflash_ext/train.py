@@ -123,7 +123,7 @@ def loop(
     folder: Path,
     monitor: Monitor,
 ) -> tuple[Progress, bool]:
-    """Optimizer steps from `progress` to `config.steps`; returns where it ended, and if by a signal.
+    """Optimizer steps from `progress` to `config.steps`; returns where it ended and if by a signal.
 
     Everything a step uses follows from (seed, position): micro-batch m belongs to feature batch
     m // draws, whose (epoch, samples) the plan gives, and draws its anchors as number m % draws.
@@ -139,6 +139,16 @@ def loop(
     )
     position, began, held_out = progress.position, time.monotonic() - progress.seconds, {}
     captured = -1  # index of the feature batch at hand
+
+    def save(progress: Progress) -> None:
+        save_checkpoint(
+            folder / "checkpoints",
+            trainer.drafter,
+            optimizer,
+            progress,
+            keep=config.run.keep_checkpoints,
+        )
+
     with monitor.stage("train") as stage, interruption() as interrupted:
         while position < config.steps and not interrupted():
             step_began, target_seconds, sums = time.monotonic(), 0.0, None
@@ -173,14 +183,9 @@ def loop(
                 held_out = validation.run()
                 monitor.log("validation", position, held_out)
             stage.update(position, config.steps, note(metrics, held_out, result))
-            if last or position % config.run.checkpoint_every == 0 or interrupted():
-                save_checkpoint(
-                    folder / "checkpoints",
-                    trainer.drafter,
-                    optimizer,
-                    progress,
-                    keep=config.run.keep_checkpoints,
-                )
+            if position % config.run.checkpoint_every == 0:
+                save(progress)
+        save(progress)
         return progress, interrupted()
 
 
@@ -227,7 +232,6 @@ def shielded_target(
     """`Target.load`, and kept out of other threads' FX tracing."""
     remote = config.target.trust_remote_code
     target = Target.load(path, device=device, dtype=dtype, tap_ids=taps, trust_remote_code=remote)
-    target.vocabulary()  # looks at the embedding's exact class, so before the shield changes it
     shield(target.model)
     return target
 
