@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class PackedBatch:
                 f"got shape {tuple(self.doc_starts.shape)}"
             )
         bounds = self.doc_starts.tolist()
-        if bounds[0] != 0 or bounds[-1] != T or any(a >= b for a, b in zip(bounds, bounds[1:])):
+        if bounds[0] != 0 or bounds[-1] != T or any(a >= b for a, b in pairwise(bounds)):
             raise UserError(f"packed batch: document starts {bounds} must rise from 0 to {T}")
 
     @classmethod

@@ -229,17 +229,18 @@ def cpu_recipe() -> TrainConfig:
 
 
 def one_gpu_recipe() -> TrainConfig:
-    """A few minutes on one large GPU: more data, a deeper drafter, larger batches."""
+    """Some eight minutes on one large GPU: more data, a deeper drafter, larger batches."""
     return TrainConfig(
-        data=DataOptions(synthetic_rows=8000, held_out=128, synthesis_batch=512),
-        drafter=DrafterOptions(num_layers=5, block_size=16),
+        data=DataOptions(synthetic_rows=8000, held_out=128, synthesis_batch=2048),
+        drafter=DrafterOptions(num_layers=5),
         loss=LossOptions(chunk_rows=4096),
         batch=BatchOptions(
             token_budget=16384, max_documents=64, anchors_per_sequence=64, anchor_budget=2048
         ),
-        eval=EvalOptions(prompts_per_set=40, max_new_tokens=128, every=100),
+        # Decoding one prompt at a time is the slow part: the device waits for the host.
+        eval=EvalOptions(prompts_per_set=6, every=100),
         run=RunOptions(checkpoint_every=500),
-        steps=1500,
+        steps=1100,
     )
 
 

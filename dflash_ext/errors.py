@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class UserError(ValueError):
-    """Wrong input: the message says what was wrong, what was expected and what to do, in one line."""
+    """Wrong input: one line says what was wrong, what was expected and what to do."""
 
 
 class FeatureError(RuntimeError):

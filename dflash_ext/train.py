@@ -32,6 +32,7 @@ from dflash_ext.metrics import summarise
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import DrafterOptimizer, StepResult
 from dflash_ext.plan import Schedule
+from dflash_ext.record import save
 from dflash_ext.run import interruption, open_run, resolve_device, run_folder
 from dflash_ext.samples import Samples, prepare_files, synthesise
 from dflash_ext.shield import shield
@@ -107,7 +108,9 @@ def _train(
             comparison.baselines(exact, B, stage.update)  # kept from before, unless prompts changed
             comparison.drafter("after", exact, drafter, stage.update)
         rows = comparison.rows(B)
-        (folder / "results.json").write_text(json.dumps(rows, indent=2) + "\n")
+        seconds = round(progress.seconds)  # of training alone
+        result = {"benchmark": "train", "train_seconds": seconds, "steps": config.steps}
+        save(folder / "results.json", {**result, "rows": rows})
         cells = [[v if isinstance(v, str) else f"{v:.2f}" for v in r.values()] for r in rows]
         monitor.table("Accepted length (tokens per target step)", list(rows[0]), cells)
     return 0

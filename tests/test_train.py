@@ -143,7 +143,7 @@ def test_a_whole_run(world, tmp_path, capsys):
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])  # counting upwards is learnable
     assert validation[-1]["accept_len"] > 1.2
 
-    rows = json.loads((folder / "results.json").read_text())
+    rows = json.loads((folder / "results.json").read_text())["rows"]
     assert [row["prompts"] for row in rows] == ["prompts.txt", "held-out"]
     for row in rows:
         assert row["equals greedy"] == "2/2"

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_ext.bench.record import save
 from dflash_ext.errors import UserError
 from dflash_ext.ops.attention import Tensors, dflash_attention, visible_pairs
 from dflash_ext.ops.layout import AttentionLayout, build_layout
+from dflash_ext.record import save
 
 FORWARD_FLOPS = 4
 BACKWARD_FLOPS = 10

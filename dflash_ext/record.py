@@ -1,4 +1,4 @@
-"""What every benchmark result carries, and where it is kept: one JSON file per run."""
+"""What every kept result carries: date, commit, machine and versions, in one JSON file per run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _commit() -> str:
     """Commit of the checkout this package runs from; "unknown" outside one."""
     if "DFLASH_COMMIT" in os.environ:  # a copied tree without .git says what it is a copy of
         return os.environ["DFLASH_COMMIT"]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     found = subprocess.run(
         ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
         capture_output=True,
