@@ -3,14 +3,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "attention_kernels.h"
 #include "attention_plan.h"
@@ -97,11 +98,9 @@ float* scratch(int64_t floats) {
 // Calls work(item, scratch) for each item in [0, items), taken in this order, by several threads.
 template <typename Work>
 void share_out(int64_t items, double flops, int num_threads, int64_t floats, const Work& work) {
-  const double useful = std::min({double(num_threads), double(items), 1.0 + flops / kFlopsPerThread});
+  const double useful =
+      std::min({double(num_threads), double(items), 1.0 + flops / kFlopsPerThread});
   std::atomic<int64_t> next{0};
-  const auto take_all = [&](float* own) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) work(i, own);
-  };
   scratch(floats);  // the caller's: if memory is short, say so before anything is started
   run_on_threads(int(useful), [&] {
     float* own = nullptr;
@@ -110,7 +109,7 @@ void share_out(int64_t items, double flops, int num_threads, int64_t floats, con
     } catch (const std::bad_alloc&) {
       return;  // a worker without memory leaves its share to the others
     }
-    take_all(own);
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) work(i, own);
   });
 }
 

@@ -1,4 +1,4 @@
-// The kernels for any CPU: SSE2 on x86-64, the platform's 128-bit vectors elsewhere. No extra flags.
+// The kernels for any CPU: SSE2 on x86-64, 128-bit vectors elsewhere. No extra flags.
 #define DFLASH_VECTOR_BYTES 16
 #define DFLASH_ACCUMULATORS 12
 #define DFLASH_KERNELS kBaselineKernels

@@ -52,7 +52,7 @@ struct BackwardCall {
   const float* lse;
   void *grad_q, *grad_k_ctx, *grad_v_ctx, *grad_k_blk, *grad_v_blk;
   float* delta;  // [Hq, N*B]
-  // Sums between items, fp32, laid out like the gradients; the gradients themselves if dtype is f32.
+  // Sums between items, fp32, laid out like the gradients; if dtype is f32, the gradients.
   float *sum_q, *sum_k_ctx, *sum_v_ctx;
 };
 

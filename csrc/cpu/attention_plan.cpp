@@ -36,15 +36,17 @@ void extend(Range& range, Keys keys) {
   if (empty || keys.end > range.key_end) range.key_end = keys.end;
 }
 
-void check_block(const Inputs& in, int64_t block, int64_t previous) {
+void check_block(const Inputs& in, int64_t block) {
   const int64_t start = in.ctx_start[block], end = in.ctx_end[block];
   if (start < 0 || end > in.shape.num_ctx)
     throw std::invalid_argument("block " + std::to_string(block) + " sees context rows [" +
                                 std::to_string(start) + ", " + std::to_string(end) + ") of " +
                                 std::to_string(in.shape.num_ctx));
-  if (previous >= 0 && (start < in.ctx_start[previous] || end < in.ctx_end[previous]))
-    throw std::invalid_argument("block " + std::to_string(block) +
-                                " is out of order: ctx_start and ctx_end must never decrease");
+  const int64_t before = block - 1;
+  if (before >= 0 && (is_padding(in, before) || start < in.ctx_start[before] ||
+                      end < in.ctx_end[before]))
+    throw std::invalid_argument("block " + std::to_string(block) + " is out of order: ctx_start " +
+                                "and ctx_end must never decrease, and padding blocks come last");
 }
 
 void add_tile(const Inputs& in, int64_t first, int64_t blocks, int64_t first_row, int64_t rows,
@@ -53,7 +55,8 @@ void add_tile(const Inputs& in, int64_t first, int64_t blocks, int64_t first_row
   for (int64_t b = first; b < first + blocks; ++b) {
     const Keys keys = context_of(in, b);
     extend(tile, keys);
-    plan.pairs += double(rows) / double(blocks) * double(keys.end - keys.begin + in.shape.block_size);
+    const int64_t seen = keys.end - keys.begin + in.shape.block_size;
+    plan.pairs += double(rows) / double(blocks) * double(seen);
   }
   plan.tiles.push_back(tile);
 }
@@ -87,7 +90,6 @@ void add_cluster(const Inputs& in, int64_t first, int64_t last, TilePlan& plan) 
 TilePlan plan_tiles(const Inputs& in) {
   TilePlan plan{};
   int64_t first = -1, end = 0;  // of the cluster being gathered; end 0: no context yet
-  int64_t previous = -1;
   const auto close = [&](int64_t last) {
     if (first >= 0) add_cluster(in, first, last, plan);
     first = -1;
@@ -95,19 +97,17 @@ TilePlan plan_tiles(const Inputs& in) {
   };
   for (int64_t b = 0; b < in.shape.num_blocks; ++b) {
     if (is_padding(in, b)) {
-      close(b);
       plan.padding_blocks.push_back(b);
       continue;
     }
-    check_block(in, b, previous);
-    previous = b;
+    check_block(in, b);
     const Keys keys = context_of(in, b);
     const bool new_document = b > 0 && in.ctx_start[b] != in.ctx_start[b - 1];
     if (keys.begin >= end && (end > 0 || new_document)) close(b);
     if (first < 0) first = b;
     if (keys.begin < keys.end) end = keys.end;
   }
-  close(in.shape.num_blocks);
+  close(in.shape.num_blocks - int64_t(plan.padding_blocks.size()));
   return plan;
 }
 
@@ -117,8 +117,8 @@ std::vector<BackwardItem> plan_backward(const TilePlan& plan, int64_t head_dim) 
   std::vector<int64_t> depth;  // longest chain of items waited for
   for (const Cluster& cluster : plan.clusters) {
     // The item of the latest segment that met each chunk; later segments wait for it.
-    std::vector<int64_t> latest(
-        size_t(std::max<int64_t>(1, ceil_div(cluster.key_end - cluster.key_begin, chunk_rows))), -1);
+    const int64_t chunks = ceil_div(cluster.key_end - cluster.key_begin, chunk_rows);
+    std::vector<int64_t> latest(size_t(std::max<int64_t>(1, chunks)), -1);
     for (int64_t tile = cluster.tile_begin; tile < cluster.tile_end;) {
       int64_t stop = std::min(cluster.tile_end, tile + kSegmentTiles);
       // Pieces of one block stay together: its own K and V gradients are summed over them.
