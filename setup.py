@@ -46,8 +46,6 @@ def escape(path: object) -> str:
 
 
 def write_ninja(build: Path, output: Path) -> Path:
-    import pybind11
-    import triton
     from dflash_kernels.variants import (
         FALLBACK_PTX,
         Variant,
@@ -62,22 +60,14 @@ def write_ninja(build: Path, output: Path) -> Path:
         raise SystemExit(f"error: {error}") from None
     archs = " ".join(map(str, architectures))
     kernels = ROOT / "python" / "dflash_kernels"
-    cuda_include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    includes = [
-        ROOT / "csrc",
-        build / "generated",
-        pybind11.get_include(),
-        sysconfig.get_path("include"),
-        cuda_include,
-    ]
-    python_path = f"PYTHONPATH={escape(ROOT / 'python')}"
+    includes = [ROOT / "csrc", build / "generated", sysconfig.get_path("include")]
     lines = [
         f"includes = {' '.join(f'-I{escape(i)}' for i in includes)}",
         "rule aot",
-        f"  command = {python_path} {escape(sys.executable)} -m dflash_kernels.compile $args",
+        f"  command = {escape(sys.executable)} -m dflash_kernels.compile $args",
         "  description = triton $args",
         "rule embed",
-        f"  command = {python_path} {escape(sys.executable)} -m dflash_kernels.embed $args",
+        f"  command = {escape(sys.executable)} -m dflash_kernels.embed $args",
         "  description = embed",
         "rule cxx",
         f"  command = c++ {CXX_FLAGS} $flags $includes -MMD -MF $out.d -c $in -o $out",
@@ -141,6 +131,23 @@ def write_ninja(build: Path, output: Path) -> Path:
     return ninja_file
 
 
+def build_environment() -> dict[str, str]:
+    """What the commands find beside their arguments: our modules, and the build requirements.
+
+    pip's build isolation puts triton and pybind11 into a folder of another name each time. In the
+    environment they reach the commands without becoming part of them, and ninja, which compares
+    commands, does not compile everything again.
+    """
+    import pybind11
+    import triton
+
+    cuda = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), *filter(None, sys.path)]),
+        "CPLUS_INCLUDE_PATH": os.pathsep.join([pybind11.get_include(), str(cuda)]),
+    }
+
+
 class NinjaBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         import ninja
@@ -152,7 +159,8 @@ class NinjaBuild(build_ext):
         started = time.time()
         ninja_file = write_ninja(build, output)
         command = [Path(ninja.BIN_DIR) / "ninja", "-f", ninja_file, "-j", str(parallel_jobs())]
-        if subprocess.run([str(c) for c in command], cwd=build).returncode:
+        done = subprocess.run([str(c) for c in command], cwd=build, env=build_environment())
+        if done.returncode:
             raise SystemExit("error: building dflash_ext._C failed; the failing command is above")
         self.print_report(build, output, time.time() - started)
 
