@@ -24,7 +24,7 @@ JOB_MEMORY = 1.5 * GIB  # one Triton or C++ compile at its peak, measured, round
 CXX_FLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra"
 # The CPU operator is one source compiled per instruction set and chosen at run time.
 X86_FLAGS = {
-    "attention_avx2": "-mavx2 -mfma -mf16c",
+    "attention_avx2": "-mavx2 -mfma",
     "attention_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma",
 }
 

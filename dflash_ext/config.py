@@ -231,7 +231,7 @@ def cpu_recipe() -> TrainConfig:
 def one_gpu_recipe() -> TrainConfig:
     """Some eight minutes on one large GPU: more data, a deeper drafter, larger batches."""
     return TrainConfig(
-        data=DataOptions(synthetic_rows=8000, held_out=128, synthesis_batch=2048),
+        data=DataOptions(synthetic_rows=6000, held_out=128, synthesis_batch=2048),
         drafter=DrafterOptions(num_layers=5),
         loss=LossOptions(chunk_rows=4096),
         batch=BatchOptions(
@@ -240,7 +240,7 @@ def one_gpu_recipe() -> TrainConfig:
         # Decoding one prompt at a time is the slow part: the device waits for the host.
         eval=EvalOptions(prompts_per_set=6, every=100),
         run=RunOptions(checkpoint_every=500),
-        steps=1100,
+        steps=900,
     )
 
 

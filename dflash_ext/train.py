@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from dflash_ext.blocks import draw_anchors
 from dflash_ext.checkpoint import Progress, load_checkpoint, save_checkpoint
 from dflash_ext.comparison import Comparison, encoded_prompts
-from dflash_ext.config import RECIPES, TrainConfig
+from dflash_ext.config import RECIPES, TrainConfig, to_json
 from dflash_ext.data.registry import smollm2_dir
 from dflash_ext.errors import UserError, run_cli
 from dflash_ext.export import save_export
@@ -110,7 +110,8 @@ def _train(
         rows = comparison.rows(B)
         seconds = round(progress.seconds)  # of training alone
         result = {"benchmark": "train", "train_seconds": seconds, "steps": config.steps}
-        save(folder / "results.json", {**result, "rows": rows})
+        options = json.loads(to_json(config))
+        save(folder / "results.json", {**result, "options": options, "rows": rows})
         cells = [[v if isinstance(v, str) else f"{v:.2f}" for v in r.values()] for r in rows]
         monitor.table("Accepted length (tokens per target step)", list(rows[0]), cells)
     return 0
