@@ -19,6 +19,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "python"))
 
+TRITON = "3.6.0"  # as in pyproject.toml: what the kernels were tuned and checked with
 GIB = 2**30
 JOB_MEMORY = 1.5 * GIB  # one Triton or C++ compile at its peak, measured, rounded up
 CXX_FLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra"
@@ -46,18 +47,18 @@ def escape(path: object) -> str:
 
 
 def write_ninja(build: Path, output: Path) -> Path:
-    from dflash_kernels.variants import (
-        FALLBACK_PTX,
-        Variant,
-        kernel_named,
-        parse_architectures,
-        units,
-    )
+    import triton
+    from dflash_kernels.variants import parse_architectures, unit_variants, units
 
     try:
         architectures = parse_architectures(os.environ.get("DFLASH_SM"))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
+    if triton.__version__ != TRITON:
+        raise SystemExit(
+            f"error: found triton {triton.__version__}, expected {TRITON}: build with pip's "
+            f"isolation (the default), or pip install triton=={TRITON} first"
+        )
     archs = " ".join(map(str, architectures))
     kernels = ROOT / "python" / "dflash_kernels"
     includes = [ROOT / "csrc", build / "generated", sysconfig.get_path("include")]
@@ -83,10 +84,8 @@ def write_ninja(build: Path, output: Path) -> Path:
     implicit = " ".join(escape(p) for p in spec)
     images: list[Path] = []
     for name, head_dim in units():
-        stems = [Variant(kernel_named(name), head_dim, sm).stem for sm in architectures]
-        outputs = [aot / f"{s}.{kind}" for s in stems for kind in ("json", "cubin")]
-        if FALLBACK_PTX in architectures:
-            outputs.append(aot / f"{Variant(kernel_named(name), head_dim, FALLBACK_PTX).stem}.ptx")
+        stems = [variant.stem for variant in unit_variants(name, head_dim, architectures)]
+        outputs = [aot / f"{stem}.{kind}" for stem in stems for kind in ("json", "bin")]
         images += outputs
         outs = " ".join(escape(o) for o in outputs)
         lines += [
@@ -150,14 +149,14 @@ def build_environment() -> dict[str, str]:
 
 class NinjaBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
-        import ninja
-
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
         output.parent.mkdir(parents=True, exist_ok=True)
         # Kept between builds (and apart per Python), so an unchanged tree links nothing again.
         build = ROOT / "build" / f"ninja-{sysconfig.get_config_var('SOABI')}"
         started = time.time()
         ninja_file = write_ninja(build, output)
+        import ninja
+
         command = [Path(ninja.BIN_DIR) / "ninja", "-f", ninja_file, "-j", str(parallel_jobs())]
         done = subprocess.run([str(c) for c in command], cwd=build, env=build_environment())
         if done.returncode:

@@ -163,8 +163,9 @@ ImageChoice choose_image(int sm, const std::string& device_name) {
   for (const Image& image : kImages) {
     (image.is_ptx ? fallback : built).insert(image.sm);
     if (image.is_ptx && image.sm <= sm) ptx = std::max(ptx, image.sm);
-    const bool same_major = image.sm / 10 == sm / 10;
-    const bool runs = sm < 90 ? same_major && image.sm <= sm : image.sm == sm;
+    // A cubin of 8.x runs on 8.y >= 8.x, but one for sm_80 uses shared memory sm_86 and 89 lack.
+    const bool fits = image.sm != 80 || sm == 80 || sm == 87;
+    const bool runs = sm < 90 ? image.sm / 10 == sm / 10 && image.sm <= sm && fits : image.sm == sm;
     if (!image.is_ptx && runs) best = std::max(best, image.sm);
   }
   if (best) return {best, false};

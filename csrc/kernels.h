@@ -25,8 +25,8 @@ struct Image {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Architecture of the image a device of compute capability sm (for example 90) runs, and whether it
-// is PTX. A cubin of 8.x serves later 8.y; from 9.0 on images are exact ("sm_90a"); anything else
-// takes the fallback PTX. Throws std::runtime_error naming the device and what was built.
+// is PTX. A cubin of 8.x serves later 8.y with as much shared memory; from 9.0 on images are exact
+// ("sm_90a"); anything else takes the fallback PTX, whose tiles fit every device. Throws std::runtime_error naming the device and what was built.
 struct ImageChoice {
   int sm;
   bool is_ptx;

@@ -1,5 +1,5 @@
 /* A stand-in for libcuda.so.1: remembers what it was asked, so launches can be checked without a GPU.
-   STUB_SM: compute capability of its devices (default 90). STUB_DEVICES: how many (default 2).
+   STUB_SM: compute capability of its devices (default 90), and with it their shared memory. STUB_DEVICES: how many (default 2).
    STUB_FAIL: name of a function that answers CUDA_ERROR_OUT_OF_MEMORY (2).
    With -DPARAM_INFO it also answers cuKernelGetParamInfo, claiming STUB_PARAM_BYTES each. */
 #include <pthread.h>
@@ -74,6 +74,9 @@ CUresult cuLibraryGetKernel(void **kernel, void *lib, const char *name) {
 CUresult cuKernelGetFunction(void **f, void *kernel) { *f = kernel; return depth ? 0 : 201; }
 CUresult cuKernelSetAttribute(int attribute, int value, void *kernel, int device) {
   (void)device;
+  int sm = env("STUB_SM", 90);
+  int limit = sm == 80 || sm == 87 ? 163 : sm < 90 || sm >= 120 ? 99 : 227; /* KiB a block may have */
+  if (attribute == 8 && value > limit * 1024) return 1;
   if (attribute == 8) loads[(uintptr_t)kernel - 1].shared = value;
   return 0;
 }

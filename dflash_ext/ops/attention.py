@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dflash_ext import _C
 from dflash_ext.ops.layout import AttentionLayout
@@ -48,10 +49,11 @@ def dflash_attention(
     """Softmax attention of every block over its visible context and itself, [N*B, Hq, D].
 
     q [N*B, Hq, D]; k_ctx, v_ctx [T, Hkv, D]; k_blk, v_blk [N*B, Hkv, D]; Hq a multiple of Hkv.
-    bf16 on CUDA, fp32 or bf16 on the CPU, arithmetic in fp32. Row and head strides are free, the
-    innermost stride is 1, so slices of a fused projection need no copy. `scale` defaults to
-    D**-0.5. Differentiable in all five tensors; bit-reproducible. The visible pairs are
-    semantics.md's "Attention mask"; a padding block gets output 0 and gradient 0.
+    bf16 on CUDA, fp32 or bf16 on the CPU, arithmetic in fp32. Row and head strides are free (on
+    CUDA: multiples of 16 elements), the innermost stride is 1, so slices of a fused projection need
+    no copy. `scale` defaults to D**-0.5. Differentiable once, in all five tensors;
+    bit-reproducible. The visible pairs are semantics.md's "Attention mask"; a padding block gets
+    output 0 and gradient 0.
 
     Raises ValueError, naming what is supported, before anything is launched.
     """
@@ -112,10 +114,16 @@ def _check_alignment(name: str, x: Tensor) -> None:
             f"{POINTER_ALIGNMENT}: the kernels need that alignment, call .clone()"
         )
     row, head, _ = x.stride()
-    if row % STRIDE_ALIGNMENT or head % STRIDE_ALIGNMENT or max(row, head) >= 2**31:
+    if row % STRIDE_ALIGNMENT or head % STRIDE_ALIGNMENT:
         raise ValueError(
             f"{name} has strides {x.stride()}: row and head strides must be multiples of "
-            f"{STRIDE_ALIGNMENT} elements below 2**31, call .contiguous()"
+            f"{STRIDE_ALIGNMENT} elements, call .contiguous()"
+        )
+    # Rows are addressed in 64 bits, the heads of one row in 32.
+    if row >= 2**31 or x.shape[1] * head >= 2**31:
+        raise ValueError(
+            f"{name} has strides {x.stride()}: one row must span less than 2**31 elements, call "
+            ".contiguous()"
         )
 
 
@@ -131,6 +139,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         t = Tensors(*tensors)

@@ -2,8 +2,8 @@
 
     python -m dflash_kernels.compile KERNEL HEAD_DIM OUT_DIR SM [SM ...]
 
-Writes OUT_DIR/<stem>.cubin and <stem>.json (what the launcher and the report need) per
-architecture, and <stem>.ptx for the fallback one. Fails, naming the variant, when the image would
+Writes OUT_DIR/<stem>.bin (a cubin, or the text of the fallback PTX) and <stem>.json (what the
+launcher and the report need) per variant. Fails, naming the variant, when the image would
 not run: too much shared memory, or parameters other than the C++ launcher will pass.
 """
 
@@ -25,12 +25,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dflash_kernels.variants import (
-    FALLBACK_PTX,
-    SHARED_MEMORY_LIMIT,
     TYPES,
     Variant,
     check_signature,
     kernel_named,
+    unit_variants,
 )
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -81,10 +80,10 @@ def abi_gate(variant: Variant, ptx: str) -> None:
 
 
 def shared_memory_gate(variant: Variant, shared: int) -> None:
-    limit = SHARED_MEMORY_LIMIT[variant.sm]
-    if shared > limit:
+    if shared > variant.shared_limit:
         raise GateError(
-            f"{variant.stem}: {shared} bytes of shared memory, sm_{variant.sm} has {limit}"
+            f"{variant.stem}: {shared} bytes of shared memory, its devices have "
+            f"{variant.shared_limit}"
         )
 
 
@@ -109,6 +108,7 @@ def build(variant: Variant, out: Path) -> None:
     shared_memory_gate(variant, metadata.shared)
     if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
         raise GateError(f"{variant.stem}: needs scratch memory or clusters, the launcher has none")
+    image = ptx.encode() + b"\0" if variant.ptx else cubin
     record = {
         "kernel": variant.kernel.name,
         "head_dim": variant.head_dim,
@@ -117,24 +117,22 @@ def build(variant: Variant, out: Path) -> None:
         "tile": variant.tile,
         "threads": 32 * metadata.num_warps,
         "shared_bytes": metadata.shared,
-        "cubin_bytes": len(cubin),
+        "ptx": variant.ptx,
+        "bytes": len(image),
         "constants": variant.constants,
         **resource_usage(cubin),
     }
-    (out / f"{variant.stem}.cubin").write_bytes(cubin)
-    if variant.sm == FALLBACK_PTX:
-        (out / f"{variant.stem}.ptx").write_bytes(ptx.encode() + b"\0")
+    (out / f"{variant.stem}.bin").write_bytes(image)
     (out / f"{variant.stem}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main(argv: list[str]) -> None:
     name, head_dim, out, *architectures = argv
-    kernel = kernel_named(name)
-    check_signature(kernel)
+    check_signature(kernel_named(name))
     with tempfile.TemporaryDirectory() as cache:  # never a stale image from a user's cache
         os.environ["TRITON_CACHE_DIR"] = cache
-        for sm in architectures:
-            build(Variant(kernel, int(head_dim), int(sm)), Path(out))
+        for variant in unit_variants(name, int(head_dim), tuple(map(int, architectures))):
+            build(variant, Path(out))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m dflash_kernels.embed AOT_DIR GENERATED_DIR SM [SM ...]
 
 Reads AOT_DIR/*.json and writes into GENERATED_DIR
-  images.S       every cubin (and fallback PTX) by `.incbin`: no parsing, no giant array literals
+  images.S       every image by `.incbin`: no parsing, no giant array literals
   images.inc     the table `csrc/kernels.cpp` looks images up in
   launchers.inc  one typed function per kernel, generated from the same spec the compile gate checks
   report.json    what was built, for `dflash_ext._C.build_report()` and the build log
@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from dflash_kernels.variants import FALLBACK_PTX, KERNELS, KEY_TILE, TYPES, Kernel, variants
+from dflash_kernels.variants import KERNELS, KEY_TILE, TYPES, Kernel, variants
 
 
 def assembly(stems: dict[str, Path]) -> str:
@@ -32,8 +32,9 @@ def assembly(stems: dict[str, Path]) -> str:
     return "\n".join([*lines, '.section .note.GNU-stack,"",@progbits', ""])
 
 
-def image_row(record: dict, label: str, sm: int, is_ptx: bool) -> str:
-    head = f"KernelId::{record['kernel']}, {record['head_dim']}, {sm}, {str(is_ptx).lower()}"
+def image_row(record: dict, label: str) -> str:
+    ptx = str(record["ptx"]).lower()
+    head = f"KernelId::{record['kernel']}, {record['head_dim']}, {record['sm']}, {ptx}"
     tail = f"{record['tile']}, {record['threads']}, {record['shared_bytes']}"
     return f'  {{{head}, "{record["symbol"]}", dflash_{label}, {tail}}},'
 
@@ -64,14 +65,15 @@ def bind(kernel: Kernel) -> str:
 
 
 def format_report(report: list[dict]) -> str:
-    rows = [f"{'variant':34} {'cubin':>8} {'regs':>4} {'stack':>5} {'shared':>7} {'threads':>7}"]
+    rows = [f"{'variant':34} {'bytes':>8} {'regs':>4} {'stack':>5} {'shared':>7} {'threads':>7}"]
     for r in report:
         dim = f" d{r['head_dim']}" if r["head_dim"] else ""
+        ptx = " PTX" if r["ptx"] else ""
         rows.append(
-            f"{r['kernel'] + dim + ' sm_' + str(r['sm']):34} {r['cubin_bytes']:8} "
+            f"{r['kernel'] + dim + ' sm_' + str(r['sm']) + ptx:34} {r['bytes']:8} "
             f"{r['registers']:4} {r['stack_bytes']:5} {r['shared_bytes']:7} {r['threads']:7}"
         )
-    total = sum(r["cubin_bytes"] for r in report)
+    total = sum(r["bytes"] for r in report)
     architectures = sorted({r["sm"] for r in report})
     rows.append(f"{len(report)} images for sm {architectures}, {total / 2**20:.1f} MiB in all")
     return "\n".join(rows)
@@ -87,11 +89,8 @@ def main(argv: list[str]) -> None:
     for variant in variants(architectures):
         record = json.loads((aot / f"{variant.stem}.json").read_text())
         report.append(record)
-        blobs[variant.stem] = aot / f"{variant.stem}.cubin"
-        rows.append(image_row(record, variant.stem, variant.sm, is_ptx=False))
-        if variant.sm == FALLBACK_PTX:
-            blobs[f"{variant.stem}_ptx"] = aot / f"{variant.stem}.ptx"
-            rows.append(image_row(record, f"{variant.stem}_ptx", variant.sm, is_ptx=True))
+        blobs[variant.stem] = aot / f"{variant.stem}.bin"
+        rows.append(image_row(record, variant.stem))
     ids = ", ".join(k.name for k in KERNELS)
     names = ", ".join(f'"{k.name}"' for k in KERNELS)
     externs = "\n".join(f"extern const unsigned char dflash_{label}[];" for label in blobs)

@@ -18,15 +18,15 @@ FALLBACK_PTX = 80  # PTX of this architecture serves devices that have no image 
 
 # Largest dynamic shared memory of one thread block, bytes (CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability"; 1 KiB of each multiprocessor is reserved per block).
+SMALL = 99 * 1024
 SHARED_MEMORY_LIMIT = {
     80: 163 * 1024,
-    86: 99 * 1024,
-    89: 99 * 1024,
+    86: SMALL,
+    89: SMALL,
     90: 227 * 1024,
     100: 227 * 1024,
-    120: 99 * 1024,
+    120: SMALL,
 }
-SMALL_SHARED_MEMORY = (86, 89, 120)
 
 # Spec type -> (Triton type, C++ type, PTX parameter type, promise of divisibility by 16).
 # Strides are multiples of 16 elements: the wrapper checks it, and without the promise Triton would
@@ -69,11 +69,11 @@ class Kernel:
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
     """head_dim -> constexprs and num_warps; 0 stands for a kernel without a head_dim."""
     small: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Replacements where a thread block has 99 KiB of shared memory (sm_86, 89, 120)."""
+    """Replacements where a thread block has 99 KiB of shared memory (sm_86, 89, 120, and PTX)."""
 
-    def constants(self, head_dim: int, sm: int) -> dict[str, Any]:
+    def constants(self, head_dim: int, small: bool) -> dict[str, Any]:
         chosen = dict(self.choices[head_dim])
-        if sm in SMALL_SHARED_MEMORY:
+        if small:
             chosen |= self.small.get(head_dim, {})
         if head_dim:
             chosen["D"] = head_dim
@@ -163,15 +163,21 @@ class Variant:
     kernel: Kernel
     head_dim: int
     sm: int
+    ptx: bool = False
+    """The fallback for devices without an image of their own: must fit the smallest of them."""
 
     @property
     def stem(self) -> str:
         tail = f"_d{self.head_dim}" if self.head_dim else ""
-        return f"{self.kernel.name}{tail}_sm{self.sm}"
+        return f"{self.kernel.name}{tail}_sm{self.sm}{'_ptx' if self.ptx else ''}"
 
     @property
     def constants(self) -> dict[str, Any]:
-        return self.kernel.constants(self.head_dim, self.sm)
+        return self.kernel.constants(self.head_dim, self.shared_limit <= SMALL)
+
+    @property
+    def shared_limit(self) -> int:
+        return SMALL if self.ptx else SHARED_MEMORY_LIMIT[self.sm]
 
     @property
     def tile(self) -> int:
@@ -187,12 +193,17 @@ def units() -> list[tuple[str, int]]:
     return [(k.name, d) for k in KERNELS for d in k.choices]
 
 
+def unit_variants(name: str, head_dim: int, architectures: tuple[int, ...]) -> list[Variant]:
+    """What one compile job makes: an image per architecture, and the fallback PTX with sm_80."""
+    kernel = kernel_named(name)
+    made = [Variant(kernel, head_dim, sm) for sm in architectures]
+    if FALLBACK_PTX in architectures:
+        made.append(Variant(kernel, head_dim, FALLBACK_PTX, ptx=True))
+    return made
+
+
 def variants(architectures: tuple[int, ...]) -> list[Variant]:
-    return [
-        Variant(kernel_named(name), head_dim, sm)
-        for name, head_dim in units()
-        for sm in architectures
-    ]
+    return [v for name, head_dim in units() for v in unit_variants(name, head_dim, architectures)]
 
 
 def parse_architectures(text: str | None) -> tuple[int, ...]:
