@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from dflash_ext.data.chat import SkipRow, render
 from dflash_ext.data.prompts import load_prompts
 from dflash_ext.data.registry import smollm2_dir
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError, run_cli
-from dflash_ext.export import CONFIG, load_export
+from dflash_ext.export import CONFIG, WEIGHTS, load_export
 from dflash_ext.generate import Generation, greedy_decode, prompt_lookup_decode, speculative_decode
+from dflash_ext.record import save
+from dflash_ext.run import resolve_device
 from dflash_ext.target import Target
 
 Progressed = Callable[[int, int], None]
@@ -60,25 +63,18 @@ class MethodReport:
 
 @dataclass(frozen=True)
 class SetReport:
-    """One prompt set: the drafter (None if there was none) beside its baselines."""
+    """One prompt set: the drafter beside its baselines."""
 
     name: str
-    drafter: MethodReport | None
-    greedy: MethodReport | None
-    lookup: MethodReport | None
-
-    @property
-    def accept_len(self) -> float | None:
-        """The drafter's accepted length; None without a drafter."""
-        return None if self.drafter is None else self.drafter.accept_len
+    drafter: MethodReport
+    greedy: MethodReport
+    lookup: MethodReport
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, `tokens_per_second` included."""
         methods = {"drafter": self.drafter, "greedy": self.greedy, "lookup": self.lookup}
         return {"name": self.name} | {
-            name: None
-            if report is None
-            else dataclasses.asdict(report) | {"tokens_per_second": report.tokens_per_second}
+            name: dataclasses.asdict(report) | {"tokens_per_second": report.tokens_per_second}
             for name, report in methods.items()
         }
 
@@ -118,81 +114,61 @@ def summarise(
 
 
 def encode_prompt(target: Target, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Ids of a conversation through the target's chat template, ready for its answer."""
+    """Ids of a conversation through the target's chat template, ready for its answer.
+
+    UserError if the target has no template, or its template refuses the conversation.
+    """
     tokenizer = target.tokenizer
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"tokenizer of {target.path!r} has no chat template: use an instruction-tuned target"
         )
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    try:
+        text = render(tokenizer, list(messages), generation=True)
+    except SkipRow as error:
+        raise UserError(
+            f"prompt {messages[-1]['content'][:60]!r} of roles "
+            f"{', '.join(m['role'] for m in messages)}: {error} (target {target.path!r})"
+        ) from None
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def evaluate_prompts(
     target: Target,
-    drafter: Drafter | None,
-    prompts: Sequence[Sequence[dict[str, Any]]],
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
     *,
     max_new_tokens: int,
-    compare_greedy: bool = True,
-    lookup: bool = True,
-    reference: Sequence[Generation] | None = None,
-    block_size: int = 16,
-    name: str = "",
-    progress: Progressed | None = None,
+    name: str,
+    progress: Progressed,
 ) -> SetReport:
-    """Decode a prompt set (each prompt a `messages` list) and count what was accepted.
+    """Decode a prompt set (`encode_prompt` of each) in all three ways and count what was accepted.
 
-    `compare_greedy` decodes with the target alone as well; `lookup` adds the prompt-lookup
-    baseline, at the drafter's block size (`block_size` without a drafter). `reference` are greedy
-    generations of the same prompts made before (`greedy_reference`), which saves that pass.
+    Prompt lookup proposes as many tokens a step as the drafter.
     """
-    encoded = [encode_prompt(target, messages) for messages in prompts]
-    stop = target.stop_ids
-    block_size = block_size if drafter is None else drafter.config.block_size
-    wanted = [compare_greedy and reference is None, drafter is not None, lookup]
-    done, total = 0, sum(wanted) * len(encoded)
+    stop, block_size = target.stop_ids, drafter.config.block_size
+    done = 0
 
     def run(decode_one: Callable[[list[int]], Generation]) -> list[Generation]:
         nonlocal done
         generations = []
-        for ids in encoded:
+        for ids in prompts:
             generations.append(decode_one(ids))
             done += 1
-            if progress is not None:
-                progress(done, total)
+            progress(done, 3 * len(prompts))
         return generations
 
-    greedy = reference
-    if wanted[0]:
-        greedy = run(lambda ids: greedy_decode(target, ids, max_new_tokens, stop))
-    ours = theirs = None
-    if drafter is not None:
-        model = drafter
-        ours = run(lambda ids: speculative_decode(target, model, ids, max_new_tokens, stop))
-    if lookup:
-        theirs = run(
-            lambda ids: prompt_lookup_decode(
-                target, ids, max_new_tokens, stop, block_size=block_size
-            )
-        )
+    greedy = run(lambda ids: greedy_decode(target, ids, max_new_tokens, stop))
+    ours = run(lambda ids: speculative_decode(target, drafter, ids, max_new_tokens, stop))
+    lookup = run(
+        lambda ids: prompt_lookup_decode(target, ids, max_new_tokens, stop, block_size=block_size)
+    )
     return SetReport(
         name=name,
-        drafter=None if ours is None else summarise(ours, block_size, greedy),
-        greedy=None if greedy is None else summarise(greedy, block_size),
-        lookup=None if theirs is None else summarise(theirs, block_size, greedy),
+        drafter=summarise(ours, block_size, greedy),
+        greedy=summarise(greedy, block_size),
+        lookup=summarise(lookup, block_size, greedy),
     )
-
-
-def greedy_reference(
-    target: Target, prompts: Sequence[Sequence[dict[str, Any]]], max_new_tokens: int
-) -> list[Generation]:
-    """Plain greedy generations of a prompt set, to pass as `reference` more than once."""
-    stop = target.stop_ids
-    return [
-        greedy_decode(target, encode_prompt(target, messages), max_new_tokens, stop)
-        for messages in prompts
-    ]
 
 
 def results_table(reports: Sequence[SetReport]) -> Table:
@@ -204,21 +180,14 @@ def results_table(reports: Sequence[SetReport]) -> Table:
     for method in ("", "\nlookup", "\ngreedy"):
         table.add_column(f"tok/s{method}", justify="right")
 
-    def show(report: MethodReport | None, field: str, form: str) -> str:
-        return "–" if report is None else format(getattr(report, field), form)
-
     for r in reports:
-        ours = r.drafter or r.lookup
-        same = None if ours is None else ours.identical_to_greedy
         table.add_row(
             r.name,
-            show(r.drafter, "accept_len", ".2f"),
-            show(r.drafter, "full_block_rate", ".1%"),
-            show(r.lookup, "accept_len", ".2f"),
-            "–" if same is None or ours is None else f"{same}/{ours.prompts}",
-            show(r.drafter, "tokens_per_second", ".1f"),
-            show(r.lookup, "tokens_per_second", ".1f"),
-            show(r.greedy, "tokens_per_second", ".1f"),
+            f"{r.drafter.accept_len:.2f}",
+            f"{r.drafter.full_block_rate:.1%}",
+            f"{r.lookup.accept_len:.2f}",
+            f"{r.drafter.identical_to_greedy}/{r.drafter.prompts}",
+            *(f"{m.tokens_per_second:.1f}" for m in (r.drafter, r.lookup, r.greedy)),
         )
     return table
 
@@ -226,7 +195,7 @@ def results_table(reports: Sequence[SetReport]) -> Table:
 def find_export(run_or_export: Path) -> Path:
     """The export directory of a run folder, or the directory itself if it is an export."""
     for folder in (run_or_export, run_or_export / "export"):
-        if (folder / CONFIG).is_file() and (folder / "model.safetensors").is_file():
+        if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
             return folder
     raise UserError(
         f"{run_or_export} is neither an export (config.json, model.safetensors) nor a run folder "
@@ -234,12 +203,22 @@ def find_export(run_or_export: Path) -> Path:
     )
 
 
-def trained_target(run_or_export: Path) -> str:
-    """The target a run was trained for, by its `resolved.json`; else the quickstart's."""
-    resolved = run_or_export / "resolved.json"
-    if resolved.is_file():
-        return json.loads(resolved.read_text())["target"]
-    return str(smollm2_dir())
+def trained_target(export: Path) -> str:
+    """The target by the `resolved.json` of the run an export lies in; else the quickstart's."""
+    resolved = export.absolute().parent / "resolved.json"
+    if not resolved.is_file():
+        return str(smollm2_dir())
+    try:
+        return str(json.loads(resolved.read_text())["target"])
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{resolved} does not name the target: give it with --target") from None
+
+
+def check_writable(file: Path) -> None:
+    """Make the folder of a result and fail now, not after the work, if it cannot be written."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"cannot write {file}: expected a file in a folder you may write to")
 
 
 @dataclass(frozen=True)
@@ -270,18 +249,21 @@ def evaluate(options: Options, console: Console) -> list[SetReport]:
     """What the command does: load, decode, print the table, write the JSON."""
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens {options.max_new_tokens}: expected at least 1")
+    device = resolve_device(options.device)
+    if options.json is not None:
+        check_writable(options.json)
     folder = find_export(options.run_or_export)
     drafter = load_export(folder)
-    sets = {name: load_prompts(name, options.limit) for name in options.prompts}
-    path = options.target or trained_target(options.run_or_export)
-    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    messages = {name: load_prompts(name, options.limit) for name in options.prompts}
+    path = options.target or trained_target(folder)
     target = Target.load(
         path,
-        device=automatic if options.device == "auto" else options.device,
+        device=device,
         dtype=options.dtype,
         tap_ids=drafter.config.target_layer_ids,
         trust_remote_code=options.trust_remote_code,
     )
+    sets = {name: [encode_prompt(target, m) for m in found] for name, found in messages.items()}
     drafter.to(target.device)
     reports = []
     with Progress(console=console, transient=True) as bar:
@@ -310,7 +292,7 @@ def evaluate(options: Options, console: Console) -> list[SetReport]:
             "max_new_tokens": options.max_new_tokens,
             "sets": [report.to_json() for report in reports],
         }
-        options.json.write_text(json.dumps(content, indent=2) + "\n")
+        save(options.json, content)
     return reports
 
 

@@ -83,11 +83,11 @@ class DrafterProposer:
 class PromptLookup:
     """The baseline without a model: copy what followed the last occurrence of the newest n-gram."""
 
+    max_ngram = 3
     uses_features = False
 
-    def __init__(self, block_size: int, max_ngram: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
-        self._max_ngram = max_ngram
         self._device = device
         self._text: list[int] = []
         self._follower: dict[tuple[int, ...], int] = {}
@@ -96,13 +96,13 @@ class PromptLookup:
     def observe(self, tokens: Sequence[int], features: Tensor | None = None) -> None:
         for token in tokens:
             end = len(self._text)
-            for n in range(1, min(self._max_ngram, end) + 1):
+            for n in range(1, min(self.max_ngram, end) + 1):
                 self._follower[tuple(self._text[end - n :])] = end
             self._text.append(token)
 
     def lookup(self) -> list[int]:
         """The proposal, from the longest n-gram that occurred before; empty if none did."""
-        for n in range(min(self._max_ngram, len(self._text)), 0, -1):
+        for n in range(min(self.max_ngram, len(self._text)), 0, -1):
             start = self._follower.get(tuple(self._text[-n:]))
             if start is not None:
                 # A copy may run into itself: a period shorter than the block is repeated.
@@ -168,11 +168,10 @@ def prompt_lookup_decode(
     max_new_tokens: int,
     stop_ids: Collection[int] = (),
     *,
-    block_size: int = 16,
-    max_ngram: int = 3,
+    block_size: int,
 ) -> Generation:
-    """Prompt lookup as the proposer: block_size - 1 proposals a step, n-grams up to `max_ngram`."""
-    proposer = PromptLookup(block_size, max_ngram, target.device)
+    """Prompt lookup as the proposer: block_size - 1 proposals a step."""
+    proposer = PromptLookup(block_size, target.device)
     return decode(target, proposer, prompt_ids, max_new_tokens, stop_ids)
 
 

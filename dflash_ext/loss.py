@@ -128,6 +128,8 @@ class _VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_numerator: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: what is saved here is a constant to autograd
+            raise RuntimeError("vocabulary_loss has no second derivative: leave out create_graph")
         (grad_hidden,) = ctx.saved_tensors
         return (grad_hidden * grad_numerator.to(grad_hidden.dtype), *[None] * 7)
 

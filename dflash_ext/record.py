@@ -19,11 +19,13 @@ def _commit() -> str:
     if "DFLASH_COMMIT" in os.environ:  # a copied tree without .git says what it is a copy of
         return os.environ["DFLASH_COMMIT"]
     root = Path(__file__).parents[1]
-    found = subprocess.run(
-        ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-    )
+    if not (root / ".git").exists():  # installed: a repository further up would not be ours
+        return "unknown"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True)
+    except OSError:  # no git on this machine
+        return "unknown"
     return found.stdout.strip() if found.returncode == 0 else "unknown"
 
 

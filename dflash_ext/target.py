@@ -121,6 +121,12 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     return max(found, key=lambda pair: pair[0])[1]
 
 
+def cache_argument(model: nn.Module) -> str:
+    """Name under which a model's forward takes its cache: transformers renames it."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"  # all that 5.6 knows
+
+
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     from transformers.utils import logging as their_logging
@@ -182,10 +188,8 @@ class Target:
             )
         self._vocabulary: Vocabulary | None = None
         self._local = threading.local()
-        # transformers renames the cache argument (past_key_values -> cache): ask the model.
-        known = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in known else "past_key_values"
-        self._can_cut_logits = "logits_to_keep" in known
+        self._cache_argument = cache_argument(model)
+        self._can_cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         layers = decoder_layers(model, self.num_layers)
         for tap in self.tap_ids:
             layers[tap].register_forward_hook(self._hook(tap, last=tap == max(self.tap_ids)))

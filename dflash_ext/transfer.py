@@ -37,18 +37,10 @@ class FeatureBatch:
         norm = torch.linalg.vector_norm(taps, ord=float("inf"), dim=-1)
         return torch.stack([torch.isfinite(norm).all(), (norm != 0).all()])
 
-    def verify(
-        self,
-        batch: PackedBatch,
-        tap_ids: Sequence[int],
-        width: int,
-        *,
-        content: bool = True,
-    ) -> None:
+    def verify(self, batch: PackedBatch, tap_ids: Sequence[int], width: int) -> None:
         """Raise FeatureError unless these are the features of `batch` at `tap_ids`, Ht = `width`.
 
-        `content=False` leaves out the two checks that read device memory (finite, not zero), for
-        a loop that must not wait for the device: it looks at `content_flags` itself.
+        Waits for the device once, to see that they are finite and not zero.
         """
         name = f"features of samples {_short(batch.sample_ids)}"
         if self.sample_ids != batch.sample_ids:
@@ -72,12 +64,11 @@ class FeatureBatch:
                 f"{name}: expected {len(got)} taps × {width} = {len(got) * width} columns, "
                 f"got shape {tuple(self.features.shape)}"
             )
-        if content:
-            finite, nonzero = self.content_flags().tolist()
-            if not finite:
-                raise FeatureError(f"{name}: not finite")
-            if not nonzero:
-                raise FeatureError(f"{name}: rows that are all zero")
+        finite, nonzero = self.content_flags().tolist()
+        if not finite:
+            raise FeatureError(f"{name}: not finite")
+        if not nonzero:
+            raise FeatureError(f"{name}: rows that are all zero")
 
 
 def _short(sample_ids: Sequence[int]) -> str:

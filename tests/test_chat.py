@@ -158,7 +158,9 @@ MALFORMED = {
     "content is null": [user("a"), assistant(None)],
     "content is a list of parts": [user([{"type": "text", "text": "a"}]), assistant("b")],
 }
+SURROGATE = "half a smile \ud83d"  # json.dumps writes it as legal, pure ASCII JSON
 MORE_MALFORMED = {
+    "text is not UTF-8": [user(SURROGATE), assistant("b")],
     "assistant's content is empty": [user("hi"), assistant("")],
     "messages is not a list": "hello",
     "message is not an object": ["hello"],
@@ -179,11 +181,24 @@ def test_each_malformed_row_has_its_own_reason(tmp_path, cases):
     data = write_jsonl(tmp_path / "d.jsonl", [*cases.values(), GOOD])
     report = prepare_jsonl(data, make_tokenizer(CHATML), tmp_path / "s", max_length=64)
     assert report.skipped == dict.fromkeys(cases, 1)
-    assert (report.rows, report.trained) == (8, 1)
+    assert (report.rows, report.trained) == (len(cases) + 1, 1)
     for reason in cases:
         assert reason in str(report)
     saved = PrepareReport(**TokenStore.open(tmp_path / "s").info)
     assert saved == report
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [user("a"), assistant(SURROGATE)],
+        [{"role": "system", "content": SURROGATE}, *GOOD],
+        [user("a"), assistant("b", reasoning_content=SURROGATE)],
+    ],
+)
+def test_a_lone_surrogate_anywhere_is_a_reason(messages):
+    with pytest.raises(SkipRow, match="text is not UTF-8"):
+        encode_conversation(make_tokenizer(CHATML), messages, max_length=64)
 
 
 def test_lines_that_are_no_conversations(tmp_path):
@@ -232,8 +247,6 @@ def test_truncation_keeps_a_prefix_or_skips():
     for length in (first, first + 1):  # nothing, and one token: no anchor has a label
         with pytest.raises(SkipRow, match="too few supervised tokens"):
             encode_conversation(tokenizer, GOOD, max_length=length)
-    with pytest.raises(SkipRow, match="too few"):
-        encode_conversation(tokenizer, GOOD, max_length=512, min_anchors=100)
 
 
 def test_tokenizers_without_template_or_offsets(tmp_path):
@@ -257,8 +270,12 @@ def test_data_file_and_options_are_checked(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     with pytest.raises(UserError, match="cannot read"):
         prepare_jsonl(tmp_path / "none.jsonl", tokenizer, tmp_path / "s", max_length=64)
-    with pytest.raises(UserError, match="no data file"):
+    with pytest.raises(UserError, match=r"cannot read .*none\.jsonl: No such file"):
         prepared_store(tmp_path / "none.jsonl", tokenizer, max_length=64, root=tmp_path)
+    with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
+        prepared_store(tmp_path, tokenizer, max_length=64, root=tmp_path)
+    with pytest.raises(UserError, match="cannot read /proc/self/mem: "):  # opens, does not read
+        prepared_store("/proc/self/mem", tokenizer, max_length=64, root=tmp_path)
     (tmp_path / "d.jsonl").write_text("\n")
     with pytest.raises(UserError, match="0 trainable rows of 0"):
         prepare_jsonl(tmp_path / "d.jsonl", tokenizer, tmp_path / "s", max_length=64)
@@ -273,7 +290,7 @@ def test_cache_key_covers_what_changes_the_result(tmp_path):
     changed.add_tokens(["Hello"])
 
     def path(data=data, tokenizer=same, **options):
-        options = {"max_length": 64, "min_anchors": 1, **options}
+        options = {"max_length": 64, **options}
         store, report = prepared_store(data, tokenizer, root=tmp_path / "cache", **options)
         assert report.samples == len(store)
         return store.path
@@ -284,7 +301,6 @@ def test_cache_key_covers_what_changes_the_result(tmp_path):
         path(tokenizer=changed),
         path(tokenizer=make_tokenizer(LLAMA3)),
         path(max_length=65),
-        path(min_anchors=2),
     ]
     assert len(set(paths)) == len(paths)
     assert path() == paths[0]

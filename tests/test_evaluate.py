@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from dflash_ext.evaluate import (
     evaluate,
     evaluate_prompts,
     find_export,
-    greedy_reference,
     summarise,
+    trained_target,
 )
 from dflash_ext.export import save_export
 from dflash_ext.generate import Generation, greedy_decode
@@ -75,36 +76,17 @@ def test_a_set_beside_its_baselines(target):
     report = evaluate_prompts(
         target,
         drafter,
-        PROMPTS,
+        [encode_prompt(target, messages) for messages in PROMPTS],
         max_new_tokens=20,
         name="three",
         progress=lambda done, total: calls.append((done, total)),
     )
-    assert report.drafter is not None
-    assert report.lookup is not None
-    assert report.greedy is not None
     assert report.drafter.identical_to_greedy == report.lookup.identical_to_greedy == 3
     assert report.greedy.steps == 0
-    assert report.accept_len == report.drafter.accept_len >= 1.0
+    assert report.drafter.accept_len >= 1.0
     assert report.drafter.tokens == report.greedy.tokens <= 60
     assert len(report.drafter.slot_acceptance) == len(report.lookup.slot_acceptance) == 3
     assert calls == [(i, 9) for i in range(1, 10)]
-    again = evaluate_prompts(
-        target,
-        drafter,
-        PROMPTS,
-        max_new_tokens=20,
-        lookup=False,
-        reference=greedy_reference(target, PROMPTS, 20),
-    )
-    assert again.lookup is None
-    assert again.drafter is not None
-    assert again.drafter.identical_to_greedy == 3
-    assert again.drafter.accept_len == report.accept_len
-    alone = evaluate_prompts(target, None, PROMPTS, max_new_tokens=5, block_size=4)
-    assert alone.accept_len is None
-    assert alone.drafter is None
-    assert alone.to_json()["drafter"] is None
 
 
 def test_the_command(target, tmp_path):
@@ -116,7 +98,7 @@ def test_the_command(target, tmp_path):
     prompts = tmp_path / "mine.txt"
     prompts.write_text("w3 w4\nw5 w6 w7\n")
     console = Console(record=True, width=120, file=(tmp_path / "out").open("w"))
-    out = tmp_path / "out.json"
+    out = tmp_path / "missing" / "folder" / "out.json"
     (run / "resolved.json").write_text(json.dumps({"target": str(model_dir)}))
     options = Options(
         run,
@@ -126,16 +108,16 @@ def test_the_command(target, tmp_path):
         device="cpu",
     )
     (report,) = evaluate(options, console)
-    assert report.drafter is not None
     assert report.drafter.identical_to_greedy == 2
     written = json.loads(out.read_text())
     assert written["dtype"] == "fp32"
-    assert written["sets"][0]["drafter"]["accept_len"] == report.accept_len
+    assert set(written["environment"]) >= {"date", "commit", "torch"}
+    assert written["sets"][0]["drafter"]["accept_len"] == report.drafter.accept_len
     assert written["sets"][0]["lookup"]["tokens_per_second"] > 0
     text = console.export_text()
     assert "mine.txt" in text
     assert "2/2" in text
-    assert f"{report.accept_len:.2f}" in text
+    assert f"{report.drafter.accept_len:.2f}" in text
     # The answer really is the target's: decoded again from the files, without any of the above.
     again = Target.load(model_dir)
     ids = encode_prompt(again, [{"role": "user", "content": "w3 w4"}])
@@ -153,6 +135,50 @@ def test_find_export_and_errors(target, tmp_path):
         find_export(tmp_path)
     with pytest.raises(UserError, match="max_new_tokens 0"):
         evaluate(Options(folder, max_new_tokens=0), Console())
+
+
+def test_the_target_is_found_from_a_run_and_from_its_export(target, tmp_path, monkeypatch):
+    export = save_export(drafter_for(target, block_size=4), tmp_path / "run" / "export")
+    resolved = tmp_path / "run" / "resolved.json"
+    resolved.write_text(json.dumps({"target": "some/where"}))
+    assert trained_target(find_export(tmp_path / "run")) == "some/where"
+    assert trained_target(find_export(export)) == "some/where"
+    monkeypatch.chdir(export)
+    assert trained_target(find_export(Path("."))) == "some/where"
+    for content in ("{", "[]", "{}"):
+        resolved.write_text(content)
+        with pytest.raises(UserError, match=r"resolved\.json does not name the target"):
+            trained_target(export)
+    resolved.unlink()
+    monkeypatch.setattr("dflash_ext.evaluate.smollm2_dir", lambda: Path("quickstart"))
+    assert trained_target(export) == "quickstart"
+
+
+def test_a_prompt_the_template_refuses_is_named(target):
+    messages = [{"role": "system", "content": "be w1"}, {"role": "user", "content": "say w2"}]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}"
+    )
+    refusing = Target(tiny_model(), tokenizer, path="some/gemma")
+    with pytest.raises(UserError, match=r"'say w2'.*system, user.*System role not supp.*gemma"):
+        encode_prompt(refusing, messages)
+
+
+def test_mistakes_fail_before_any_work(target, tmp_path, monkeypatch):
+    """Each stops at its own check: neither an export nor a target is there to be loaded."""
+    (tmp_path / "file").write_text("")
+    for changes, message in (
+        ({"device": "gpu"}, "device 'gpu' is unknown"),
+        ({"device": "meta"}, "device 'meta' is not supported"),
+        ({"json": tmp_path}, "cannot write"),
+        ({"json": Path("/proc/self/out.json")}, "cannot write"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate(Options(tmp_path / "none", **changes), Console())
+    with pytest.raises(OSError, match="File exists"):  # one line by run_cli
+        evaluate(Options(tmp_path / "none", json=tmp_path / "file" / "out.json"), Console())
 
 
 def test_command_line_errors_are_one_line(tmp_path, capsys, monkeypatch):

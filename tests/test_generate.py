@@ -113,7 +113,7 @@ def test_thousands_of_tokens_are_identical():
         assert speculative_decode(target, drafter, prompt, 500).tokens == truth
         total += len(truth)
     assert total == 2000
-    assert prompt_lookup_decode(target, prompt, 500).tokens == truth
+    assert prompt_lookup_decode(target, prompt, 500, block_size=16).tokens == truth
 
 
 def test_a_perfect_drafter_is_accepted_whole(wide):
@@ -155,7 +155,7 @@ def test_max_new_tokens_is_exact(wide, count):
     oracle = Oracle(wide, len(prompt), truth, right=[7])
     assert greedy_decode(wide, prompt, count).tokens == truth[:count]
     assert speculative_decode(wide, oracle, prompt, count).tokens == truth[:count]
-    assert prompt_lookup_decode(wide, prompt, count).tokens == truth[:count]
+    assert prompt_lookup_decode(wide, prompt, count, block_size=16).tokens == truth[:count]
 
 
 def test_a_stop_token_anywhere_in_a_block_ends_it_there(wide):
@@ -174,7 +174,7 @@ def test_a_stop_token_anywhere_in_a_block_ends_it_there(wide):
             assert got.stopped
             assert 1 + sum(got.accepted) == i + 1
         assert greedy_decode(wide, prompt, 30, stop).tokens == truth[: i + 1]
-        assert prompt_lookup_decode(wide, prompt, 30, stop).tokens == truth[: i + 1]
+        assert prompt_lookup_decode(wide, prompt, 30, stop, block_size=16).tokens == truth[: i + 1]
     cut = speculative_decode(
         wide, Oracle(wide, len(prompt), truth, right=[7]), prompt, 9, {truth[10]}
     )
@@ -224,8 +224,8 @@ class StubModel:
 
 
 def test_prompt_lookup_proposes_what_followed_the_longest_match():
-    def lookup(text, block_size=5, max_ngram=3):
-        proposer = PromptLookup(block_size, max_ngram, torch.device("cpu"))
+    def lookup(text):
+        proposer = PromptLookup(5, torch.device("cpu"))
         proposer.observe(text[:2])
         proposer.observe(text[2:])
         return proposer.lookup()

@@ -181,6 +181,16 @@ def test_no_rows_give_zero_and_no_gradient():
     assert hidden.grad.shape == (0, H)
 
 
+@pytest.mark.parametrize("other_term", [False, True])
+def test_a_second_derivative_is_refused(other_term):
+    """Else a penalty on the gradient would silently leave this part out, beside other terms too."""
+    hidden = torch.randn(2, H, requires_grad=True)
+    out = vocabulary_loss(hidden, torch.randn(V, H), torch.tensor([0, 1]), torch.ones(2))
+    loss = out.numerator + hidden.pow(3).sum() if other_term else out.numerator.square()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)[0].square().sum().backward()
+
+
 def test_topk_equals_full_log_softmax():
     hidden, head, _, _ = case([5] * 6)
     log_probs, ids = vocabulary_topk(hidden.float(), head.float(), 7, chunk_rows=4)

@@ -91,6 +91,9 @@ def test_files(tmp_path):
         (b'{"messages": [{"role": "assistant", "content": "a"}]}', "no user turn"),
         (b'{"messages": [{"role": "user", "content": [1]}]}', "line 1: expected"),
         (b"\xff\xfe", "not UTF-8"),
+        (b'{"prompt": "\\ud83d"}', "line 1: the text is not UTF-8"),
+        (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "line 1: the text is not UTF"),
+        (b"[" * 100_000, "line 1: not JSON"),
     ],
 )
 def test_bad_files(tmp_path, content, message):
@@ -98,6 +101,11 @@ def test_bad_files(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         load_prompts(str(path))
+
+
+def test_a_file_that_cannot_be_read():
+    with pytest.raises(UserError, match="cannot read /proc/self/mem: "):  # opens, does not read
+        load_prompts("/proc/self/mem")
 
 
 def test_unknown_name():

@@ -104,14 +104,12 @@ def end_of_turn(tokenizer: Any, text: str) -> int:
     raise SkipRow("template has no end-of-turn token", f"an answer is followed by {text!r}")
 
 
-def encode_conversation(
-    tokenizer: Any, messages: Any, *, max_length: int, min_anchors: int = 1
-) -> list[Row]:
+def encode_conversation(tokenizer: Any, messages: Any, *, max_length: int) -> list[Row]:
     """Samples of one conversation, each cut to `max_length` tokens.
 
     One sample with every assistant turn supervised; where the template rewrites history (drops
     earlier thinking), one sample per assistant turn, each as the model sees it when that turn is
-    its last. Samples with fewer than `min_anchors` anchor candidates after the cut are left out.
+    its last. Samples without an anchor candidate after the cut are left out.
     Raises SkipRow with the reason if nothing can be trained, UserError for an unusable tokenizer.
     """
     check_tokenizer(tokenizer)
@@ -126,7 +124,7 @@ def encode_conversation(
         samples = [(text, [(start, end)]) for text, start, end in turns]
     rows = [_tokenize(tokenizer, text, spans) for text, spans in samples]
     rows = [Row(row.ids[:max_length], row.mask[:max_length]) for row in rows]
-    rows = [row for row in rows if _candidates(row.mask) >= min_anchors]
+    rows = [row for row in rows if _has_candidate(row.mask)]
     if not rows:
         raise SkipRow("too few supervised tokens", f"within max_length {max_length}")
     return rows
@@ -169,6 +167,19 @@ def _validate_message(message: Any) -> None:
         raise SkipRow("content is a list of parts", "expected one string")
     if not isinstance(content, str):
         raise SkipRow("content is not a string", type(content).__name__)
+    if not is_utf8(message):
+        raise SkipRow("text is not UTF-8", "it holds a lone surrogate")
+
+
+def is_utf8(message: dict[str, Any]) -> bool:
+    """Can a tokenizer read every text of a message? JSON can spell lone surrogates, UTF-8 not."""
+    try:
+        for value in message.values():
+            if isinstance(value, str):
+                value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _render_turn(
@@ -240,8 +251,8 @@ def _tokenize(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> Row:
     return Row(list(ids), mask)
 
 
-def _candidates(mask: list[bool]) -> int:
-    return sum(a and b for a, b in pairwise(mask))
+def _has_candidate(mask: list[bool]) -> bool:
+    return any(a and b for a, b in pairwise(mask))
 
 
 def _first_line(error: BaseException) -> str:
@@ -254,7 +265,6 @@ def prepare_jsonl(
     store_path: Path | str,
     *,
     max_length: int,
-    min_anchors: int = 1,
 ) -> PrepareReport:
     """Encode a JSONL file (rows with `messages`) into a new store; each row trained or skipped.
 
@@ -262,31 +272,27 @@ def prepare_jsonl(
     Raises UserError, and leaves no store, when no row can be trained.
     """
     check_tokenizer(tokenizer)
-    if max_length < 2 or min_anchors < 1:
-        raise UserError(
-            f"max_length {max_length}, min_anchors {min_anchors}: expected at least 2 and 1"
-        )
+    if max_length < 2:
+        raise UserError(f"max_length {max_length}: expected at least 2")
     report = PrepareReport()
     skipped: Counter[str] = Counter()
     try:
         lines = open(path, "rb")  # noqa: SIM115  (closed by the with below)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; expected a JSONL file") from None
+        raise _unreadable(path, error) from None
     with lines, StoreWriter(store_path) as writer:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             report.rows += 1
             try:
-                samples = encode_conversation(
-                    tokenizer, _messages(line), max_length=max_length, min_anchors=min_anchors
-                )
+                samples = encode_conversation(tokenizer, _messages(line), max_length=max_length)
             except SkipRow as skip:
                 skipped[skip.reason] += 1
                 report.examples.setdefault(skip.reason, f"line {number} {skip.detail}".rstrip())
                 continue
             for sample in samples:
-                writer.append(sample.ids, sample.mask)
+                writer.append(sample.ids, sample.mask, row=report.rows)
             report.trained += 1
         report.samples, report.skipped = writer.samples, dict(skipped)
         if report.trained == 0:
@@ -298,6 +304,10 @@ def prepare_jsonl(
             )
         writer.close(info=asdict(report))
     return report
+
+
+def _unreadable(path: Path | str, error: OSError) -> UserError:
+    return UserError(f"cannot read {path}: {error.strerror}; expected a JSONL file")
 
 
 def _messages(line: bytes) -> Any:
@@ -330,7 +340,6 @@ def prepared_store(
     tokenizer: Any,
     *,
     max_length: int,
-    min_anchors: int = 1,
     root: Path | None = None,
 ) -> tuple[TokenStore, PrepareReport]:
     """`prepare_jsonl` into the cache, or the result of an earlier, identical call.
@@ -341,18 +350,19 @@ def prepared_store(
     from dflash_ext.data.registry import sha256_file
 
     check_tokenizer(tokenizer)
-    if not Path(path).is_file():
-        raise UserError(f"no data file {path}; expected JSONL rows with `messages`")
+    try:
+        digest = sha256_file(Path(path))
+    except OSError as error:
+        raise _unreadable(path, error) from None
     parts = {
-        "data": sha256_file(Path(path)),
+        "data": digest,
         "max_length": max_length,
-        "min_anchors": min_anchors,
         "code": code_version(__file__, store.__file__),
         **tokenizer_identity(tokenizer),
     }
 
     def build(target: Path) -> None:
-        prepare_jsonl(path, tokenizer, target, max_length=max_length, min_anchors=min_anchors)
+        prepare_jsonl(path, tokenizer, target, max_length=max_length)
 
     result = cached_store(parts, build, root=root)
     return result, PrepareReport(**result.info)

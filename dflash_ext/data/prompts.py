@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dflash_ext.data.chat import is_utf8
 from dflash_ext.data.registry import fetch, read_member
 from dflash_ext.errors import UserError
 
@@ -71,6 +72,8 @@ def _file_prompts(path: Path) -> list[Messages]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text; expected .jsonl or one prompt a line") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise UserError(f"{path} holds no prompt; expected one JSON object or one prompt a line")
@@ -82,11 +85,11 @@ def _file_prompts(path: Path) -> list[Messages]:
 def _json_prompt(line: str, where: str) -> Messages:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({error})") from None
-    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
-        return _user(row["prompt"])
     messages = row.get("messages") if isinstance(row, dict) else None
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+        messages = _user(row["prompt"])
     valid = isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("content"), str) and isinstance(m.get("role"), str)
         for m in messages
@@ -96,6 +99,8 @@ def _json_prompt(line: str, where: str) -> Messages:
             f"{where}: expected a string `prompt` or a list `messages` of role, content"
         )
     assert isinstance(messages, list)
+    if not all(map(is_utf8, messages)):
+        raise UserError(f"{where}: the text is not UTF-8, it holds a lone surrogate")
     # What follows the last user turn is an answer, which is the model's to write.
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]
     if not turns:

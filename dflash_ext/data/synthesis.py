@@ -8,7 +8,6 @@ the model produced them; nothing is tokenised again.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -20,9 +19,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, DynamicLayer
 
-from dflash_ext.data.chat import SENTINEL, check_tokenizer, end_of_turn, render, tokenizer_identity
+from dflash_ext.data import chat, store
+from dflash_ext.data.chat import SENTINEL, SkipRow, check_tokenizer, end_of_turn, render
 from dflash_ext.data.store import StoreWriter, TokenStore, cache_key, cached_store, code_version
 from dflash_ext.errors import UserError
+from dflash_ext.target import cache_argument
 
 TOP_P = 0.95
 # Rows are looked at, and finished ones dropped, once in so many steps: one host sync each.
@@ -56,12 +57,22 @@ class Frame:
 def template_frame(model: Any, tokenizer: Any) -> Frame:
     """Take the chat template apart around a sentinel. UserError where it cannot be done."""
     check_tokenizer(tokenizer)
+    try:
+        return _frame(model, tokenizer)
+    except SkipRow as error:
+        raise UserError(f"cannot synthesise prompts: {error}") from None
+
+
+def _frame(model: Any, tokenizer: Any) -> Frame:
     user = {"role": "user", "content": SENTINEL}
     text = render(tokenizer, [user], generation=True)
     before, found, after = text.partition(SENTINEL)
     answer = render(tokenizer, [user, {"role": "assistant", "content": SENTINEL}], generation=False)
-    if not found or not answer.startswith(before):
-        raise UserError("the chat template does not show a user's text; cannot synthesise prompts")
+    if not found or not before or not answer.startswith(before):
+        raise UserError(
+            "the chat template does not show a user's text after some of its own; cannot "
+            "synthesise prompts"
+        )
 
     def encode(piece: str) -> list[int]:
         return list(tokenizer(piece, add_special_tokens=False)["input_ids"])
@@ -141,9 +152,7 @@ class _Buffered(DynamicLayer):
 
 def _forward(model: Any, ids: Tensor, cache: Any) -> Tensor:
     """Logits [rows, V] of the last position; `cache` grows by `ids` [rows, n]."""
-    # transformers renames the argument; the older name is all that 5.6 knows.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    logits: Tensor = model(input_ids=ids, use_cache=True, **{name: cache}).logits
+    logits: Tensor = model(input_ids=ids, use_cache=True, **{cache_argument(model): cache}).logits
     return logits[:, -1]
 
 
@@ -262,12 +271,8 @@ def synthesize(
     the ids they were sampled as. Deterministic for one device, batch size and seed.
     `progress(conversations done, count)`. Raises UserError if the model hardly writes any prompt.
     """
-    for name, value in (
-        ("count", count),
-        ("max_prompt_tokens", max_prompt_tokens),
-        ("max_answer_tokens", max_answer_tokens),
-        ("batch_size", batch_size),
-    ):
+    limits = {"max_prompt_tokens": max_prompt_tokens, "max_answer_tokens": max_answer_tokens}
+    for name, value in {"count": count, "batch_size": batch_size, **limits}.items():
         if value < 1:
             raise UserError(f"{name} {value}: expected at least 1")
     frame = template_frame(model, tokenizer)
@@ -316,7 +321,10 @@ def _is_prompt(tokenizer: Any, frame: Frame, user: list[int]) -> bool:
     if frame.special.intersection(user):
         return False
     messages = [{"role": "user", "content": tokenizer.decode(user)}]
-    text = render(tokenizer, messages, generation=True)
+    try:
+        text = render(tokenizer, messages, generation=True)
+    except SkipRow:
+        return False
     expected = [*frame.prefix, *user, frame.user_end, *frame.suffix]
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) == expected
 
@@ -360,8 +368,6 @@ def synthesized_store(
 
     The key covers the model, tokenizer, template, every option and this code.
     """
-    from dflash_ext.data import chat, store
-
     options = {
         "count": count,
         "max_prompt_tokens": max_prompt_tokens,
@@ -375,7 +381,7 @@ def synthesized_store(
         "options": options,
         "code": code_version(__file__, chat.__file__, store.__file__),
         "torch": torch.__version__,
-        **tokenizer_identity(tokenizer),
+        **chat.tokenizer_identity(tokenizer),
     }
 
     def build(path: Path) -> None:
