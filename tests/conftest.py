@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+# Read by Triton when it is first imported, which torch or transformers may do at any time: its own
+# library functions must be interpreted too. Nothing but the interpreter tests runs Triton here.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import pytest
 import torch
 
