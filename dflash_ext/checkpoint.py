@@ -13,10 +13,10 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError
@@ -43,10 +43,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    """Of the CPU and the run's own device; other GPUs are other programs' business."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
@@ -75,7 +76,7 @@ def save_checkpoint(
     temporary.mkdir(mode=0o700)
     weights = {name: tensor.cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     save_file(weights, temporary / "drafter.safetensors")
-    state = {"optimizer": optimizer.state_dict(), "random": _random_state()}
+    state = {"optimizer": optimizer.state_dict(), "random": _random_state(drafter.fc.weight.device)}
     torch.save(state, temporary / "optimizer.pt")
     (temporary / "progress.json").write_text(json.dumps(asdict(progress)))
     for path in temporary.iterdir():
@@ -115,6 +116,7 @@ def load_checkpoint(path: Path, drafter: Drafter, optimizer: DrafterOptimizer) -
         raise UserError(f"checkpoint {path} is of another optimizer: {error}") from None
     drafter.load_state_dict(weights)
     torch.set_rng_state(state["random"]["cpu"])
-    if "cuda" in state["random"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["random"]["cuda"])
+    device = drafter.fc.weight.device
+    if device.type == "cuda" and "cuda" in state["random"]:
+        torch.cuda.set_rng_state(state["random"]["cuda"], device)
     return progress

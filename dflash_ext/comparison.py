@@ -23,21 +23,20 @@ Generations = dict[str, list[Generation]]
 """Prompt set -> one generation per prompt."""
 
 
-def encoded_prompts(
-    target: Target, options: EvalOptions, held_out: Sequence[Sequence[int]]
-) -> dict[str, list[list[int]]]:
-    """Prompt set (or file name) -> token ids of its prompts; `held_out` are encoded already."""
+def encoded_prompts(target: Target, options: EvalOptions) -> dict[str, list[list[int]]]:
+    """Prompt set (or file, as it was named) -> token ids of its prompts."""
     if not options.prompts_per_set:
         return {}
-    sets = {
-        Path(name).name: [
-            encode_prompt(target, p) for p in load_prompts(name, options.prompts_per_set)
-        ]
+    return {
+        name: [encode_prompt(target, p) for p in load_prompts(name, options.prompts_per_set)]
         for name in options.prompts
     }
-    if options.held_out_prompts and held_out:
-        sets["held-out"] = [list(ids) for ids in held_out[: options.prompts_per_set]]
-    return sets
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Name -> what a table shows: a file without its folder, unless two would read the same."""
+    short = [Path(name).name for name in names]
+    return {n: s if short.count(s) == 1 else n for n, s in zip(names, short)}
 
 
 class Comparison:
@@ -104,13 +103,13 @@ class Comparison:
     def rows(self, block_size: int) -> list[dict[str, float | str]]:
         """One row per prompt set: accepted lengths, and how many outputs equal greedy's."""
         table: list[dict[str, float | str]] = []
-        for name in self.prompts:
+        for name, shown in short_names(list(self.prompts)).items():
             after = self.report("after", name, block_size)
             known = "before" in self.results  # not if a resumed run was given other prompts
             before = self.report("before", name, block_size).accept_len if known else "–"
             table.append(
                 {
-                    "prompts": name,
+                    "prompts": shown,
                     "before": before,
                     "after": after.accept_len,
                     "prompt lookup": self.report("lookup", name, block_size).accept_len,

@@ -63,14 +63,21 @@ class DataOptions:
         _at_least(self, max_prompt_tokens=1, max_answer_tokens=2, synthesis_batch=1)
 
 
+def is_export(init: str) -> bool:
+    """Does this `DrafterOptions.init` name the directory of an exported drafter?"""
+    return init not in ("target", "random")
+
+
 @dataclass(frozen=True)
 class DrafterOptions:
-    """Shape of the drafter; none: the target's own value, where it has one."""
+    """Shape of the drafter; none: the export's that `init` names, else the target's own value."""
 
     init: str = "target"
     """"target" (its last layers), "random", or the directory of an exported drafter."""
-    num_layers: int = 2
-    block_size: int = 8
+    num_layers: int | None = None
+    """None, and no export: 2."""
+    block_size: int | None = None
+    """None, and no export: 8."""
     num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -85,7 +92,7 @@ class DrafterOptions:
     def __post_init__(self) -> None:
         _at_least(self, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1)
         _at_least(self, intermediate_size=1, sliding_window=1)
-        if self.block_size not in BLOCK_SIZES:
+        if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise UserError(f"block_size {self.block_size} is not supported: use {BLOCK_SIZES}")
 
 
@@ -184,7 +191,7 @@ class RunOptions:
     dir: Path | None = None
     """Run folder, private to the user; none: runs/quickstart, -2, -3 and so on."""
     resume: Literal["never", "auto"] = "never"
-    """auto: continue the run folder (none: the newest) from its last checkpoint, if it has one."""
+    """auto: continue the run in `dir` (none: the newest in runs/) from its last checkpoint."""
     checkpoint_every: int = 100
     """Optimizer steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 2
@@ -214,12 +221,34 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, steps=1, seed=0)
+        data, batch = self.data, self.batch
+        if batch.anchors_per_sequence > batch.anchor_budget:
+            raise UserError(
+                f"anchors_per_sequence {batch.anchors_per_sequence} exceeds anchor_budget "
+                f"{batch.anchor_budget}: a conversation must fit a batch; lower it or raise that"
+            )
+        if data.train is None and data.held_out >= data.synthetic_rows:
+            raise UserError(
+                f"held_out {data.held_out} of synthetic_rows {data.synthetic_rows} leaves nothing "
+                "to train on: lower it or raise that"
+            )
+        # The template's own tokens come on top of a synthetic one; the plan checks the whole.
+        names, longest = "max_length", data.max_length
+        if data.train is None:
+            names = "max_prompt_tokens + max_answer_tokens"
+            longest = data.max_prompt_tokens + data.max_answer_tokens
+        if longest > batch.token_budget:
+            raise UserError(
+                f"{names} {longest} exceeds token_budget {batch.token_budget}: a conversation must "
+                "fit a batch; lower it or raise that"
+            )
 
 
 def cpu_recipe() -> TrainConfig:
     """Ten minutes in all on two cores (real_target_and_data.md)."""
     # Each capture costs as much as a micro-batch here, so every one of them is used twice.
     return TrainConfig(
+        drafter=DrafterOptions(num_layers=2, block_size=8),
         data=DataOptions(synthetic_rows=400, held_out=24, max_answer_tokens=128),
         batch=BatchOptions(draws=2),
         eval=EvalOptions(prompts_per_set=4, max_new_tokens=48, every=25),
@@ -232,7 +261,7 @@ def one_gpu_recipe() -> TrainConfig:
     """Some eight minutes on one large GPU: more data, a deeper drafter, larger batches."""
     return TrainConfig(
         data=DataOptions(synthetic_rows=6000, held_out=128, synthesis_batch=2048),
-        drafter=DrafterOptions(num_layers=5),
+        drafter=DrafterOptions(num_layers=5, block_size=8),
         loss=LossOptions(chunk_rows=4096),
         batch=BatchOptions(
             token_budget=16384, max_documents=64, anchors_per_sequence=64, anchor_budget=2048

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_ext.config import DrafterOptions, TargetOptions
+from dflash_ext.config import DrafterOptions, TargetOptions, is_export
 from dflash_ext.drafter import FULL, SLIDING, Drafter, DrafterConfig
 from dflash_ext.errors import UserError
 from dflash_ext.export import check_pairing, load_export
 from dflash_ext.target import Target, decoder_layers
+
+DEFAULT_LAYERS, DEFAULT_BLOCK_SIZE = 2, 8
 
 
 def drafter_config(
@@ -24,34 +26,42 @@ def drafter_config(
     """
     text = target.model.config.get_text_config()
 
-    def own(option: Any, *names: str) -> Any:
+    def own(name: str, *names: str) -> Any:
+        """The option `name`, where there is one and it is set; else the config's first of names."""
+        option = getattr(options, name, None)
         found = [getattr(text, n) for n in names if getattr(text, n, None) is not None]
         if option is None and not found:
-            raise UserError(f"the target's config has no {names[0]}: set --drafter.{names[0]}")
+            remedy = (
+                f"set --drafter.{name.replace('_', '-')}"
+                if hasattr(options, name)
+                else "such a target is not supported"
+            )
+            raise UserError(f"the target's config has no {names[0]}: {remedy}")
         return found[0] if option is None else option
 
-    heads = own(options.num_heads, "num_attention_heads")
+    num_layers = options.num_layers or DEFAULT_LAYERS
+    heads = own("num_heads", "num_attention_heads")
     default_head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     layer_types = options.layer_types
     if layer_types is None:
-        sliding = options.num_layers - 1 if options.sliding_window else 0
-        layer_types = (SLIDING,) * sliding + (FULL,) * (options.num_layers - sliding)
+        sliding = num_layers - 1 if options.sliding_window else 0
+        layer_types = (SLIDING,) * sliding + (FULL,) * (num_layers - sliding)
     return DrafterConfig(
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
-        num_layers=options.num_layers,
+        num_layers=num_layers,
         num_heads=heads,
-        num_kv_heads=own(options.num_kv_heads, "num_key_value_heads", "num_attention_heads"),
+        num_kv_heads=own("num_kv_heads", "num_key_value_heads", "num_attention_heads"),
         head_dim=options.head_dim or default_head_dim,
-        intermediate_size=own(options.intermediate_size, "intermediate_size"),
+        intermediate_size=own("intermediate_size", "intermediate_size"),
         vocab_size=target.vocabulary().embedding.shape[0],
-        rms_norm_eps=own(None, "rms_norm_eps"),
+        rms_norm_eps=own("rms_norm_eps", "rms_norm_eps"),
         rope_theta=float(options.rope_theta or _rope_theta(text)),
-        max_position_embeddings=own(None, "max_position_embeddings"),
+        max_position_embeddings=own("max_position_embeddings", "max_position_embeddings"),
         layer_types=layer_types,
         sliding_window=options.sliding_window if SLIDING in layer_types else None,
         is_causal=options.is_causal,
-        block_size=options.block_size,
+        block_size=options.block_size or DEFAULT_BLOCK_SIZE,
         mask_token_id=target.mask_token_id(mask_token_id),
         target_layer_ids=target.tap_ids,
         num_target_layers=target.num_layers,
@@ -70,7 +80,7 @@ def _rope_theta(text: Any) -> float:
 
 def export_taps(options: DrafterOptions) -> tuple[int, ...] | None:
     """Taps of the export that `init` names, or None for the other kinds of init."""
-    if options.init in ("target", "random"):
+    if not is_export(options.init):
         return None
     return load_export(Path(options.init)).config.target_layer_ids
 
@@ -82,7 +92,7 @@ def build_drafter(
 
     UserError if the export of `init` does not pair with the target or disagrees with an option.
     """
-    if options.init not in ("target", "random"):
+    if is_export(options.init):
         drafter = load_export(Path(options.init))
         check_pairing(drafter.config, target)
         _check_export(options, target_options, drafter.config)
@@ -102,7 +112,8 @@ def _check_export(
         for name, value in vars(options).items()
         if name != "init" and value is not None and hasattr(config, name)
     }
-    wanted["mask_token_id"] = target_options.mask_token_id or config.mask_token_id
+    if target_options.mask_token_id is not None:
+        wanted["mask_token_id"] = target_options.mask_token_id
     for name, value in wanted.items():
         if getattr(config, name) != value:
             raise UserError(

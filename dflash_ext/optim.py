@@ -142,6 +142,22 @@ class DrafterOptimizer:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
+    def allocate(self) -> None:
+        """Make the moments of a fresh optimizer, as zeros, and gradients of zero.
+
+        By a step of zero gradient and zero rate, which changes no parameter and needs the memory a
+        real one needs.
+        """
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for group in self._groups():
+            group["lr"] = 0.0
+        for optimizer in self.optimizers:
+            optimizer.step()
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"].zero_()
+
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None

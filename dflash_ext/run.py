@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import signal
 import threading
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import torch
 
@@ -17,6 +20,7 @@ from dflash_ext.config import RunOptions, TrainConfig, to_json
 from dflash_ext.errors import UserError
 
 DEFAULT_RUN = Path("runs/quickstart")
+OPTIONS_FILE, LOCK_FILE = "options.json", "run.lock"
 PER_RUN_FILES = ("metrics.jsonl", "generations.json", "results.json")
 
 
@@ -34,37 +38,94 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", 0) if device == torch.device("cuda") else device
 
 
-def run_folder(options: RunOptions) -> Path:
-    """The folder of this run. A new run never writes into one that has checkpoints."""
+def _is_foreign(folder: Path) -> bool:
+    """Does `folder` hold things that are not a run's? Nothing in it may then be touched."""
+    try:
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read ({error.strerror})") from None
+    return bool(names - {LOCK_FILE}) and OPTIONS_FILE not in names
 
-    def used(folder: Path) -> bool:
-        return bool(checkpoints(folder / "checkpoints"))
 
-    if options.dir is not None:
-        if options.resume == "never" and used(options.dir):
+def _lock(folder: Path) -> IO[str] | None:
+    """Lock `folder`, made private to the user if it is new; None if another run holds it.
+
+    The lock ends with the handle or its process, so a killed run blocks nobody.
+    """
+    try:
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, parents=True)
+        handle = (folder / LOCK_FILE).open("a")
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be a run folder ({error.strerror}): give --run.dir a writable folder"
+        ) from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        return None
+    return handle
+
+
+def _used(folder: Path) -> bool:
+    return bool(checkpoints(folder / "checkpoints"))
+
+
+def _newest_run() -> Path | None:
+    """The run beside the default one, under any name, that saved a checkpoint last."""
+    found = [file.parent for file in DEFAULT_RUN.parent.glob(f"*/{OPTIONS_FILE}")]
+    saved = [folder for folder in found if _used(folder)]
+    return max(saved, key=lambda f: (f / "checkpoints").stat().st_mtime, default=None)
+
+
+def _claim(options: RunOptions) -> tuple[Path, IO[str]]:
+    """The folder of this run and the lock on it. A new run never writes into a used folder."""
+    folder = options.dir
+    if folder is None and options.resume == "auto":
+        folder = _newest_run()
+    if folder is not None:
+        if _is_foreign(folder):
             raise UserError(
-                f"{options.dir} holds the checkpoints of a run: continue it with --run.resume auto "
+                f"{folder} is not empty and has no {OPTIONS_FILE}, so it is not a run's folder: "
+                "choose a new or empty --run.dir"
+            )
+        lock = _lock(folder)
+        if lock is None:
+            raise UserError(f"{folder} is in use by another run: choose another --run.dir")
+        if options.resume == "never" and _used(folder):
+            lock.close()
+            raise UserError(
+                f"{folder} holds the checkpoints of a run: continue it with --run.resume auto "
                 "or choose another --run.dir"
             )
-        return options.dir
-    folder, number = DEFAULT_RUN, 1
-    while used(folder):
-        following = DEFAULT_RUN.with_name(f"{DEFAULT_RUN.name}-{number + 1}")
-        if options.resume == "auto" and not used(following):
-            break
-        folder, number = following, number + 1
-    return folder
+        return folder, lock
+    for number in itertools.count(1):
+        name = DEFAULT_RUN.name if number == 1 else f"{DEFAULT_RUN.name}-{number}"
+        folder = DEFAULT_RUN.with_name(name)
+        lock = None if _is_foreign(folder) else _lock(folder)
+        if lock is not None:
+            if not _used(folder):
+                return folder, lock
+            lock.close()
+    raise AssertionError("unreachable")
 
 
-def open_run(folder: Path, config: TrainConfig) -> Path | None:
-    """The newest checkpoint of the run in `folder`, or None for a run that starts.
+@contextmanager
+def claim_run(config: TrainConfig) -> Iterator[tuple[Path, Path | None]]:
+    """(run folder, checkpoint to continue from or None); no other run has it inside the block.
 
     A starting run saves its options as options.json and removes what an unfinished one without a
-    checkpoint left behind. UserError if a resumed run would train something else.
+    checkpoint left behind. UserError if the folder is not a run's to use, or if a resumed run would
+    train something else.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
-    file, saved = folder / "options.json", checkpoints(folder / "checkpoints")
+    folder, lock = _claim(config.run)
+    with lock:
+        yield folder, _open(folder, config)
+
+
+def _open(folder: Path, config: TrainConfig) -> Path | None:
+    file, saved = folder / OPTIONS_FILE, checkpoints(folder / "checkpoints")
     if not saved:
         for name in PER_RUN_FILES:
             (folder / name).unlink(missing_ok=True)
@@ -78,6 +139,27 @@ def open_run(folder: Path, config: TrainConfig) -> Path | None:
                 "resume with the options of the run, or start in another --run.dir"
             )
     return saved[-1]
+
+
+def keep_identity(folder: Path, identity: dict[str, str], *, resumed: bool) -> None:
+    """Note what a starting run trains on, by content; UserError if a resumed one finds other.
+
+    identity: what it is -> hash of its content. Paths stay the same when the files behind them
+    are edited, so the options alone cannot tell.
+    """
+    file = folder / "identity.json"
+    if not resumed:
+        file.write_text(json.dumps(identity, indent=2) + "\n")
+        return
+    if not file.exists():
+        raise UserError(f"{file} is missing, so the run cannot be continued: start another one")
+    before = json.loads(file.read_text())
+    for name, value in identity.items():
+        if before.get(name) != value:
+            raise UserError(
+                f"the {name} changed since the run in {folder} began: restore what it was, or "
+                "start in another --run.dir"
+            )
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dflash_ext.config import TrainConfig
 from dflash_ext.data.chat import prepared_store
@@ -41,18 +41,18 @@ def prepare_files(config: TrainConfig, path: str, monitor: Monitor) -> tuple[Sam
         reason = " ".join(str(error).split())
         raise UserError(f"tokenizer of {path!r} cannot be loaded: {reason}") from error
 
-    def prepare(file: str) -> TokenStore:
+    def prepare(file: str, name: str) -> TokenStore:
         store, report = prepared_store(file, tokenizer, max_length=options.max_length)
         monitor.say(f"{file}: {report}")
         record = json.dumps(dataclasses.asdict(report), indent=2) + "\n"
-        (monitor.folder / f"prepared-{Path(file).stem}.json").write_text(record)
+        (monitor.folder / f"prepared-{name}.json").write_text(record)
         return store
 
     assert options.train is not None
-    store = prepare(options.train)
+    store = prepare(options.train, "train")
     if options.validation is None:
         return split(store, options.held_out, config.seed)
-    other = prepare(options.validation)
+    other = prepare(options.validation, "validation")
     return Samples(store, np.arange(len(store))), Samples(other, np.arange(len(other)))
 
 
@@ -60,20 +60,26 @@ def synthesise(config: TrainConfig, target: Target, monitor: Monitor) -> tuple[S
     """Training and held-out samples that the target wrote itself; cached between runs."""
     options = config.data
     with monitor.stage("synthesise data") as stage:
-        store = synthesized_store(
-            target.model,
-            target.tokenizer,
-            count=options.synthetic_rows,
-            max_prompt_tokens=options.max_prompt_tokens,
-            max_answer_tokens=options.max_answer_tokens,
-            batch_size=options.synthesis_batch,
-            seed=config.seed,
-            progress=stage.update,
-        )
+        try:
+            store = synthesized_store(
+                target.model,
+                target.tokenizer,
+                count=options.synthetic_rows,
+                max_prompt_tokens=options.max_prompt_tokens,
+                max_answer_tokens=options.max_answer_tokens,
+                batch_size=options.synthesis_batch,
+                seed=config.seed,
+                progress=stage.update,
+            )
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"{options.synthesis_batch} conversations side by side do not fit on "
+                f"{target.device}: lower --data.synthesis-batch"
+            ) from None
     monitor.say(f"{len(store)} conversations of the target's own, {store.lengths.sum()} tokens")
     return split(store, options.held_out, config.seed)
 
 
 def split(store: TokenStore, held_out: int, seed: int) -> tuple[Samples, Samples]:
-    train_indices, held_out_indices = split_indices(len(store), held_out, seed=seed)
+    train_indices, held_out_indices = split_indices(store.rows, held_out, seed=seed)
     return Samples(store, train_indices), Samples(store, held_out_indices)

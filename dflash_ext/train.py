@@ -22,18 +22,19 @@ from transformers.utils import logging as transformers_logging
 from dflash_ext.blocks import draw_anchors
 from dflash_ext.checkpoint import Progress, load_checkpoint, save_checkpoint
 from dflash_ext.comparison import Comparison, encoded_prompts
-from dflash_ext.config import RECIPES, TrainConfig, to_json
+from dflash_ext.config import RECIPES, DrafterOptions, TrainConfig, is_export, to_json
 from dflash_ext.data.registry import smollm2_dir
+from dflash_ext.data.synthesis import model_identity
 from dflash_ext.errors import UserError, run_cli
 from dflash_ext.export import save_export
 from dflash_ext.initialise import build_drafter, export_taps
 from dflash_ext.memory import largest_batch, predict_peak
 from dflash_ext.metrics import summarise
 from dflash_ext.monitor import Monitor
-from dflash_ext.optim import DrafterOptimizer, StepResult
+from dflash_ext.optim import DrafterOptimizer, StepResult, muon_class
 from dflash_ext.plan import Schedule
 from dflash_ext.record import save
-from dflash_ext.run import interruption, open_run, resolve_device, run_folder
+from dflash_ext.run import claim_run, interruption, keep_identity, resolve_device
 from dflash_ext.samples import Samples, prepare_files, synthesise
 from dflash_ext.shield import shield
 from dflash_ext.target import Target
@@ -45,13 +46,14 @@ INTERRUPTED = 130
 def train(config: TrainConfig) -> int:
     """One whole run; returns the exit code. Interrupted by Ctrl-C it saves and returns 130."""
     device = resolve_device(config.device)
-    folder = run_folder(config.run)
-    checkpoint = open_run(folder, config)
-    monitor = Monitor(folder, tensorboard=config.run.tensorboard)
-    try:
-        return _train(config, device, folder, checkpoint, monitor)
-    finally:
-        monitor.close()
+    if config.optim.name == "muon":
+        muon_class()  # a torch too old for it is reported at once
+    with claim_run(config) as (folder, checkpoint):
+        monitor = Monitor(folder, tensorboard=config.run.tensorboard)
+        try:
+            return _train(config, device, folder, checkpoint, monitor)
+        finally:
+            monitor.close()
 
 
 def _train(
@@ -63,27 +65,34 @@ def _train(
 ) -> int:
     monitor.say(f"run folder {folder}, device {device}")
 
-    # Data from a file is prepared before any model loads: a bad file costs seconds, not minutes.
+    # Mistakes shall cost seconds: data from a file is prepared before any model loads, and all that
+    # the options name is built before the target writes data.
     path = config.target.path or str(smollm2_dir())
     given = None if config.data.train is None else prepare_files(config, path, monitor)
     target = load_target(config, path, device)
-    train_set, held_out = given or synthesise(config, target, monitor)
-
     torch.manual_seed(config.seed)
     drafter = build_drafter(config.drafter, config.target, target)
     optimizer = DrafterOptimizer(drafter, config.optim, config.steps)
     trainer = Trainer(target, drafter, config)
     B = drafter.config.block_size
     write_resolved(folder / "resolved.json", trainer, path, monitor)
+    report_memory(trainer, optimizer, monitor)
+    sets = encoded_prompts(target, config.eval)
+
+    train_set, held_out = given or synthesise(config, target, monitor)
+    identity = identity_of(target, train_set, held_out)
+    keep_identity(folder, identity, resumed=checkpoint is not None)
+    schedule, validation = schedule_of(config, train_set), Validation(trainer, held_out)
+    longest = int(train_set.store.lengths[train_set.indices].max())
+    rehearse(trainer, optimizer, longest, monitor)
     progress = Progress(0)
     if checkpoint is not None:
         progress = load_checkpoint(checkpoint, drafter, optimizer)
         monitor.say(f"continuing from {checkpoint} at step {progress.position}/{config.steps}")
-    report_memory(trainer, optimizer, monitor)
-    rehearse(trainer, int(train_set.store.lengths[train_set.indices].max()), monitor)
 
     some = held_out.indices[: config.eval.prompts_per_set].tolist()
-    sets = encoded_prompts(target, config.eval, [held_out.store.prompt(i) for i in some])
+    if config.eval.held_out_prompts and some:
+        sets["held-out"] = [held_out.store.prompt(i) for i in some]
     comparison = Comparison(folder, sets, config.eval.max_new_tokens)
     if sets and checkpoint is None:
         exact = fp32_target(target, config)
@@ -92,9 +101,8 @@ def _train(
             comparison.drafter("before", exact, drafter, stage.update)
         del exact
 
-    validation = Validation(trainer, held_out)
     progress, interrupted = loop(
-        config, trainer, optimizer, train_set, validation, progress, folder, monitor
+        config, trainer, optimizer, train_set, schedule, validation, progress, folder, monitor
     )
     if interrupted:
         monitor.say(f"interrupted: saved at step {progress.position}; --run.resume auto continues")
@@ -110,11 +118,24 @@ def _train(
         rows = comparison.rows(B)
         seconds = round(progress.seconds)  # of training alone
         result = {"benchmark": "train", "train_seconds": seconds, "steps": config.steps}
-        options = json.loads(to_json(config))
-        save(folder / "results.json", {**result, "options": options, "rows": rows})
         cells = [[v if isinstance(v, str) else f"{v:.2f}" for v in r.values()] for r in rows]
         monitor.table("Accepted length (tokens per target step)", list(rows[0]), cells)
+        options = json.loads(to_json(config))
+        save(folder / "results.json", {**result, "options": options, "rows": rows})
     return 0
+
+
+def schedule_of(config: TrainConfig, samples: Samples) -> Schedule:
+    """The plan of all epochs. UserError if a sample does not fit the budgets."""
+    options, store = config.batch, samples.store
+    return Schedule(
+        store.lengths[samples.indices],
+        np.minimum(store.candidates[samples.indices], options.anchors_per_sequence),
+        seed=config.seed,
+        token_budget=options.token_budget,
+        max_documents=options.max_documents,
+        anchor_budget=options.anchor_budget,
+    )
 
 
 def loop(
@@ -122,6 +143,7 @@ def loop(
     trainer: Trainer,
     optimizer: DrafterOptimizer,
     samples: Samples,
+    schedule: Schedule,
     validation: Validation,
     progress: Progress,
     folder: Path,
@@ -133,14 +155,6 @@ def loop(
     m // draws, whose (epoch, samples) the plan gives, and draws its anchors as number m % draws.
     """
     options, store = config.batch, samples.store
-    schedule = Schedule(
-        store.lengths[samples.indices],
-        np.minimum(store.candidates[samples.indices], options.anchors_per_sequence),
-        seed=config.seed,
-        token_budget=options.token_budget,
-        max_documents=options.max_documents,
-        anchor_budget=options.anchor_budget,
-    )
     position, began, held_out = progress.position, time.monotonic() - progress.seconds, {}
     captured = -1  # index of the feature batch at hand
 
@@ -175,8 +189,12 @@ def loop(
                 if blocks.num_rows:
                     part = trainer.micro_step(features, batch, blocks)
                     sums = part if sums is None else sums + part
-            result, values = optimizer.step(sums)
             position += 1
+            try:
+                result, values = optimizer.step(sums)
+            except UserError:  # too many non-finite steps: what was trained before is kept
+                save(Progress(position, time.monotonic() - began))
+                raise
             progress = Progress(position, time.monotonic() - began)
 
             metrics = summarise(values, trainer.drafter.config.block_size) if values else {}
@@ -240,6 +258,18 @@ def shielded_target(
     return target
 
 
+def identity_of(target: Target, train_set: Samples, held_out: Samples) -> dict[str, str]:
+    """What the run depends on by content: its data and the target's config, dtype and weights."""
+    model = model_identity(target.model)
+    return {
+        "training data": train_set.store.identity,
+        "held-out data": held_out.store.identity,
+        "target's config": model["config"],
+        "target's dtype": model["dtype"],
+        "target's weights": model["weights"],
+    }
+
+
 def write_resolved(file: Path, trainer: Trainer, path: str, monitor: Monitor) -> None:
     """Save and say what the options left open: taps, mask token, gamma, shapes, dtype."""
     config = trainer.drafter.config
@@ -274,10 +304,18 @@ def report_memory(trainer: Trainer, optimizer: DrafterOptimizer, monitor: Monito
     )
     text = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in parts.items())
     monitor.say(f"predicted peak {sum(parts.values()) / 2**20:.0f} MiB ({text})")
+    if trainer.config.eval.prompts_per_set and trainer.target.dtype != torch.float32:
+        size = sum(p.numel() for p in trainer.target.model.parameters()) * 4 / 2**20
+        monitor.say(f"evaluation, before and after: {size:.0f} MiB more for the target in fp32")
 
 
-def rehearse(trainer: Trainer, max_length: int, monitor: Monitor) -> None:
-    """Run the largest batch the budgets allow as step 0, without an update (requirement 14)."""
+def rehearse(
+    trainer: Trainer, optimizer: DrafterOptimizer, max_length: int, monitor: Monitor
+) -> None:
+    """Run the largest batch the budgets allow as step 0, without an update (requirement 14).
+
+    Moments and gradients exist already, as in every later micro-batch; `optimizer` is fresh.
+    """
     config, target = trainer.drafter.config, trainer.target
     batch, anchors = largest_batch(
         trainer.config.batch,
@@ -289,6 +327,7 @@ def rehearse(trainer: Trainer, max_length: int, monitor: Monitor) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(target.device)
     try:
+        optimizer.allocate()
         blocks = trainer.blocks(batch, anchors)
         trainer.micro_step(target.features(batch), batch, blocks)
     except torch.OutOfMemoryError:
@@ -297,8 +336,7 @@ def rehearse(trainer: Trainer, max_length: int, monitor: Monitor) -> None:
             f"{target.device}: lower --batch.token-budget, --batch.anchor-budget or "
             "--loss.chunk-rows"
         ) from None
-    for parameter in trainer.drafter.parameters():
-        parameter.grad = None
+    optimizer.zero_grad()
     peak = (
         torch.cuda.max_memory_allocated(target.device)
         if on_gpu
@@ -317,12 +355,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     recipe = "one_gpu" if torch.cuda.is_available() else "cpu"
     if rest and rest[0] in RECIPES:
         recipe = rest.pop(0)
-    config = tyro.cli(
-        TrainConfig,
-        args=rest,
-        default=RECIPES[recipe](),
-        prog="python -m dflash_ext.train [cpu|one_gpu]",
-    )
+    defaults = RECIPES[recipe]()
+
+    def parse() -> TrainConfig:
+        prog = "python -m dflash_ext.train [cpu|one_gpu]"
+        return tyro.cli(TrainConfig, args=rest, default=defaults, prog=prog)
+
+    config = parse()
+    if is_export(config.drafter.init):
+        # An export brings its own shape: only the user's options may disagree, not the recipe's.
+        defaults = dataclasses.replace(defaults, drafter=DrafterOptions())
+        config = parse()
     transformers_logging.disable_progress_bar()  # it would break through our own display
     return train(config)
 

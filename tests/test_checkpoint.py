@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from test_drafter import make
-from test_optim import ONE, fill_gradients, snapshot
+from test_optim import NAMES, ONE, fill_gradients, snapshot
 
 from dflash_ext import checkpoint
 from dflash_ext.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
@@ -17,7 +17,7 @@ from dflash_ext.errors import UserError
 from dflash_ext.optim import DrafterOptimizer
 
 
-def pair(name="muon", **changes):
+def pair(name="adamw", **changes):
     drafter = make(**changes)
     return drafter, DrafterOptimizer(drafter, OptimOptions(name=name), 20)
 
@@ -28,7 +28,7 @@ def advance(drafter, optimizer, steps):
         optimizer.step(ONE)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", NAMES)
 def test_resume_is_exact_to_the_bit(tmp_path, name):
     drafter, optimizer = pair(name)
     advance(drafter, optimizer, range(5))
@@ -86,8 +86,10 @@ def test_wrong_checkpoints_are_one_line_errors(tmp_path):
         load_checkpoint(path, *pair(intermediate_size=96))
     with pytest.raises(UserError, match=r"q_proj\.bias is missing"):
         load_checkpoint(path, *pair(attention_bias=True))
+    fewer = DrafterOptimizer(drafter, OptimOptions(name="adamw"), 20)
+    fewer.optimizers.pop()
     with pytest.raises(UserError, match="another optimizer"):
-        load_checkpoint(path, *pair("adamw"))
+        load_checkpoint(path, drafter, fewer)
     one_layer = {"num_layers": 1, "layer_types": ("full_attention",), "sliding_window": None}
     with pytest.raises(UserError, match="is not a parameter of this drafter"):
         load_checkpoint(path, *pair(**one_layer))
@@ -95,6 +97,19 @@ def test_wrong_checkpoints_are_one_line_errors(tmp_path):
     (broken / "optimizer.pt").unlink()
     with pytest.raises(UserError, match=r"optimizer.pt is missing"):
         load_checkpoint(broken, *pair())
+
+
+def test_other_devices_random_state_is_left_alone(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a CPU run touched a GPU's random state")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    path = save_checkpoint(tmp_path, *pair(), Progress(1), keep=1)
+    load_checkpoint(path, *pair())
+    state = torch.load(path / "optimizer.pt", weights_only=True)
+    assert state["random"].keys() == {"cpu"}
 
 
 def test_a_checkpoint_cannot_run_code(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash_ext import train as train_module
 from dflash_ext.config import (
     RECIPES,
     BatchOptions,
@@ -61,6 +62,36 @@ def test_recipes_hold_together(name):
 def test_wrong_values_are_user_errors(owner, options, message):
     with pytest.raises(UserError, match=message):
         owner(**options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": BatchOptions(anchors_per_sequence=200)}, "anchors_per_sequence 200 exceeds"),
+        ({"data": DataOptions(synthetic_rows=30, held_out=30)}, "held_out 30 of synthetic_rows 30"),
+        ({"data": DataOptions(train="x", max_length=4096)}, "max_length 4096 exceeds token_budget"),
+        ({"data": DataOptions(max_answer_tokens=2000)}, "max_answer_tokens 2064 exceeds"),
+    ],
+)
+def test_options_that_contradict_each_other(changes, message):
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**changes)
+
+
+def test_options_of_the_other_kind_of_data_do_not_matter():
+    TrainConfig(data=DataOptions(max_length=4096))
+    TrainConfig(data=DataOptions(train="x", held_out=1000, max_answer_tokens=2000))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_export_s_shape_wins_over_the_recipe_s_but_not_over_the_user_s(recipe, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train_module, "train", lambda config: seen.append(config.drafter) or 0)
+    main([recipe])
+    main([recipe, "--drafter.init", "some/export"])
+    main([recipe, "--drafter.init", "some/export", "--drafter.num-layers", "3"])
+    assert [d.num_layers for d in seen] == [RECIPES[recipe]().drafter.num_layers, None, 3]
+    assert [d.block_size for d in seen] == [8, None, None]
 
 
 def test_json_of_paths():

@@ -57,6 +57,18 @@ def test_rope_base_of_layer_types_is_the_full_attention_one():
     assert config.rope_theta == theta
 
 
+def test_what_the_target_lacks_is_asked_for_by_an_option_that_exists():
+    names = {f"--drafter.{f.name.replace('_', '-')}" for f in dataclasses.fields(DrafterOptions)}
+    for lacking in ("intermediate_size", "rms_norm_eps", "max_position_embeddings"):
+        target = target_of()
+        vars(target.model.config)[lacking] = None  # past the checks of its setter
+        with pytest.raises(UserError, match=f"has no {lacking}") as error:
+            drafter_config(DrafterOptions(), target, MASK)
+        named = {word for word in str(error.value).split() if word.startswith("--")}
+        assert named == ({"--drafter.intermediate-size"} if lacking.startswith("inter") else set())
+        assert named <= names
+
+
 def test_unsupported_head_dim_of_the_target_is_an_error_with_the_supported_set():
     with pytest.raises(UserError, match=r"head_dim 16 is not supported: use \(64, 128, 256\)"):
         drafter_config(DrafterOptions(), Target(tiny_model("llama")), MASK)
@@ -105,6 +117,9 @@ def test_init_from_an_export(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             build_drafter(dataclasses.replace(options, **changes), TargetOptions(), target)
+    assert build_drafter(DrafterOptions(init=path), TargetOptions(), target).config == second.config
+    with pytest.raises(UserError, match=r"its mask_token_id is 93, the options say 0"):
+        build_drafter(options, TargetOptions(mask_token_id=0), target)
     with pytest.raises(UserError, match="mask_token_id"):
         build_drafter(options, TargetOptions(mask_token_id=MASK + 1), target)
     other = Target(tiny_model("llama", head_dim=64), tap_ids=(0, 1, 2))

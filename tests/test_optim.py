@@ -15,6 +15,10 @@ from dflash_ext.errors import UserError
 from dflash_ext.optim import DrafterOptimizer, lr_factor, muon_class
 
 CONSTANT = {"schedule": "wsd", "warmup_fraction": 0.0, "decay_fraction": 0.0, "clip": 0.0}
+needs_muon = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon needs torch 2.9"
+)
+NAMES = ["adamw", pytest.param("muon", marks=needs_muon)]
 ONE = torch.tensor([1.0, 1.0])  # loss numerator and weight
 
 
@@ -28,7 +32,7 @@ def fill_gradients(drafter, value=None, seed=0):
         )
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("resume", [False, True])
 def test_norm_weight_reads_0_94_after_100_steps(tmp_path, name, resume):
     """Requirement 10: bf16 masters or moments would not move by 6e-4 at 1.0."""
@@ -84,6 +88,7 @@ def test_adamw_step_equals_torch_with_clipping_and_division():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@needs_muon
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 def test_muon_equals_torch_s_own(adjust):
     """torch iterates in bf16: the same direction and size within its rounding."""
@@ -105,6 +110,7 @@ def test_muon_equals_torch_s_own(adjust):
             torch.testing.assert_close(own.state[ours][key], value)
 
 
+@needs_muon
 def test_muon_takes_matrices_and_adamw_the_rest():
     drafter = make(attention_bias=True)
     optimizer = DrafterOptimizer(drafter, OptimOptions(name="muon", weight_decay=0.1), 10)
@@ -118,7 +124,7 @@ def test_muon_takes_matrices_and_adamw_the_rest():
 
 
 def test_muon_needs_a_torch_that_has_it(monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon")
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
     with pytest.raises(UserError, match=r"has no Muon: use torch 2\.9"):
         muon_class()
 
@@ -150,7 +156,7 @@ def snapshot(drafter, optimizer):
     return [p.detach().clone() for p in drafter.parameters()] + moments
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", NAMES)
 def test_skipped_steps_change_nothing_but_a_counter(name):
     drafter = make()
     optimizer = DrafterOptimizer(drafter, OptimOptions(name=name, max_nonfinite=3), 10)
@@ -190,6 +196,32 @@ def test_skipped_steps_change_nothing_but_a_counter(name):
     with pytest.raises(UserError, match=r"gradient of fc.weight was not finite in 3 steps"):
         optimizer.step(ONE)
     assert optimizer.skipped_nonfinite == 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_allocated_moments_change_no_bit_of_training(name):
+    """The rehearsal's step of zero: parameters stay, and later steps are those of a fresh one."""
+
+    def trained(allocate):
+        drafter = make()
+        before = [p.detach().clone() for p in drafter.parameters()]
+        optimizer = DrafterOptimizer(drafter, OptimOptions(name=name, weight_decay=0.1), 10)
+        if allocate:
+            optimizer.allocate()
+            assert all(torch.equal(a, b) for a, b in zip(before, drafter.parameters()))
+            assert optimizer.steps == 0
+            moments = snapshot(drafter, optimizer)[len(before) :]
+            assert not any(x.any() for x in moments)
+            optimizer.zero_grad()
+        for step in range(3):
+            fill_gradients(drafter, seed=step)
+            optimizer.step(ONE)
+        return snapshot(drafter, optimizer), optimizer.state_dict()["counters"]
+
+    (fresh, counters), (allocated, same) = trained(False), trained(True)
+    assert counters == same
+    assert len(fresh) == len(allocated)
+    assert all(torch.equal(a, b) for a, b in zip(fresh, allocated))
 
 
 def test_wrong_options_are_errors():

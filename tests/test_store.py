@@ -78,7 +78,7 @@ def test_a_store_appears_only_when_closed_and_is_never_overwritten(tmp_path):
         StoreWriter(tmp_path / "s")
 
 
-@pytest.mark.parametrize("name", ["tokens.i32", "mask.u8", "offsets.i64"])
+@pytest.mark.parametrize("name", ["tokens.i32", "mask.u8", "offsets.i64", "rows.i64"])
 @pytest.mark.parametrize("damage", ["short", "flipped", "missing"])
 def test_damage_is_found_at_open(tmp_path, name, damage):
     write(tmp_path / "s", [([1, 2, 3], [0, 1, 1]), ([4], [1])])
@@ -155,13 +155,40 @@ def test_a_failed_build_leaves_the_key_free(tmp_path):
 
 
 def test_split_is_a_partition():
-    train, held = split_indices(100, 7, seed=1)
+    rows = np.arange(100)
+    train, held = split_indices(rows, 7, seed=1)
     assert len(held) == 7
     assert sorted([*train, *held]) == list(range(100))
-    assert held.tolist() == split_indices(100, 7, seed=1)[1].tolist()
-    assert held.tolist() != split_indices(100, 7, seed=2)[1].tolist()
+    assert held.tolist() == split_indices(rows, 7, seed=1)[1].tolist()
+    assert held.tolist() != split_indices(rows, 7, seed=2)[1].tolist()
     with pytest.raises(UserError, match="held-out"):
-        split_indices(5, 5, seed=0)
+        split_indices(np.arange(5), 5, seed=0)
+    with pytest.raises(UserError, match="held-out rows of 1"):
+        split_indices(np.zeros(5, dtype=np.int64), 1, seed=0)
+
+
+def test_samples_of_one_row_never_straddle_the_split(tmp_path):
+    sources = [3, 3, 3, 7, 8, 8, 8, 8, 11, 12, 12]
+    with StoreWriter(tmp_path / "s") as writer:
+        for row in sources:
+            writer.append([1, 2], [True, True], row=row)
+    store = TokenStore.open(tmp_path / "s")
+    assert store.rows.tolist() == sources
+    for seed in range(20):
+        train, held = (set(store.rows[part]) for part in split_indices(store.rows, 2, seed=seed))
+        assert len(held) == 2
+        assert not train & held
+        assert train | held == set(sources)
+    assert write(tmp_path / "t", [([1], [1])] * 3).rows.tolist() == [0, 1, 2]
+
+
+def test_identity_is_the_content_s(tmp_path):
+    samples = [([1, 2, 3], [0, 1, 1]), ([4], [1])]
+    first, copy = write(tmp_path / "a", samples), write(tmp_path / "b", samples)
+    assert first.identity == copy.identity
+    for i, sample in enumerate([([1, 2, 9], [0, 1, 1]), ([1, 2, 3], [1, 1, 1])]):
+        other = write(tmp_path / str(i), [sample, samples[1]])
+        assert other.identity != first.identity
 
 
 def test_large_ids_and_maps_are_read_only(tmp_path):

@@ -13,7 +13,14 @@ from tiny_targets import VOCAB, one_thread, tiny_model  # noqa: F401
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.blocks import draw_anchors
-from dflash_ext.config import BatchOptions, EvalOptions, LossOptions, OptimOptions, TrainConfig
+from dflash_ext.config import (
+    BatchOptions,
+    DataOptions,
+    EvalOptions,
+    LossOptions,
+    OptimOptions,
+    TrainConfig,
+)
 from dflash_ext.data.store import StoreWriter, TokenStore
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import FeatureError, UserError
@@ -31,6 +38,7 @@ MASK = VOCAB - 3
 
 def trainer_of(block_size=4, **loss) -> Trainer:
     config = TrainConfig(
+        data=DataOptions(max_prompt_tokens=16, max_answer_tokens=32),
         loss=LossOptions(chunk_rows=7, **loss),
         batch=BatchOptions(
             token_budget=64, max_documents=4, anchors_per_sequence=6, anchor_budget=24
@@ -226,7 +234,7 @@ def test_validation_equals_its_parts_and_does_not_depend_on_batching(tmp_path):
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-4), name
     assert Validation(trainer, Samples(store, np.array([], dtype=np.int64))).run() == {}
-    few = TrainConfig(batch=trainer.config.batch, eval=EvalOptions(max_validation_blocks=4))
+    few = dataclasses.replace(trainer.config, eval=EvalOptions(max_validation_blocks=4))
     trainer.config = few
     assert Validation(trainer, samples).run()["blocks"] == 4
 

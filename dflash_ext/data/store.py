@@ -1,7 +1,8 @@
 """Append-only token store in memory-mapped files: ids, loss mask and bounds of every sample.
 
-A store is a directory: `tokens.i32` [tokens], `mask.u8` [tokens], `offsets.i64` [samples + 1] and
-`index.json`, which holds sizes and checksums. It appears under its name as a whole or not at all.
+A store is a directory: `tokens.i32` [tokens], `mask.u8` [tokens], `offsets.i64` [samples + 1],
+`rows.i64` [samples] and `index.json`, which holds sizes and checksums. It appears under its name as
+a whole or not at all.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from dflash_ext.batch import PackedBatch
 from dflash_ext.data.registry import cache_dir, locked, private_dir
 from dflash_ext.errors import UserError
 
-_FORMAT = 1
+_FORMAT = 2
 _FILES: dict[str, Any] = {
     "tokens.i32": np.dtype("<i4"),
     "mask.u8": np.dtype("u1"),
     "offsets.i64": np.dtype("<i8"),
+    "rows.i64": np.dtype("<i8"),
 }
 
 
@@ -51,8 +53,12 @@ class StoreWriter:
         self.samples = 0
         self._write("offsets.i64", [0])
 
-    def append(self, ids: Sequence[int], mask: Sequence[bool]) -> None:
-        """Add one sample: n > 0 token ids and n mask values."""
+    def append(self, ids: Sequence[int], mask: Sequence[bool], *, row: int | None = None) -> None:
+        """Add one sample: n > 0 token ids and n mask values.
+
+        `row` is the number of the source's row it comes from; none: a row of its own. One writer's
+        samples all have it, or none has.
+        """
         if len(ids) != len(mask):
             raise UserError(
                 f"sample {self.samples}: {len(ids)} token ids but {len(mask)} mask values"
@@ -61,6 +67,7 @@ class StoreWriter:
             raise UserError(f"sample {self.samples}: no tokens, expected at least one")
         self._write("tokens.i32", ids)
         self._write("mask.u8", mask)
+        self._write("rows.i64", [self.samples if row is None else row])
         self._tokens += len(ids)
         self.samples += 1
         self._write("offsets.i64", [self._tokens])
@@ -120,9 +127,15 @@ class TokenStore:
         tokens: np.ndarray,
         mask: np.ndarray,
         offsets: np.ndarray,
+        rows: np.ndarray,
         info: dict[str, Any],
+        identity: str,
     ) -> None:
         self.path = path
+        self.rows = rows
+        """int64 [n]: the source's row of each sample; a long row makes several samples."""
+        self.identity = identity
+        """Hash of the content, wherever the store lies."""
         self.info = info
         """What the writer noted about the store's making."""
         self._tokens, self._mask, self._offsets = tokens, mask, offsets
@@ -147,7 +160,9 @@ class TokenStore:
                 "tokens.i32": index["tokens"],
                 "mask.u8": index["tokens"],
                 "offsets.i64": index["samples"] + 1,
+                "rows.i64": index["samples"],
             }
+            identity = cache_key({"counts": counts, "crc32": index["crc32"]})
             found_format, checksums = index["format"], index["crc32"]
         except FileNotFoundError:
             raise UserError(f"no token store at {path}: it has no index.json") from None
@@ -158,10 +173,10 @@ class TokenStore:
                 f"{path} has store format {found_format}, expected {_FORMAT}; prepare it again"
             )
         arrays = [_map(path / name, counts[name], checksums[name]) for name in _FILES]
-        tokens, mask, offsets = arrays
+        tokens, mask, offsets, rows = arrays
         if offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) <= 0).any():
             raise UserError(f"{path}/offsets.i64 does not rise from 0 to {len(tokens)}; remove it")
-        return cls(path, tokens, mask, np.asarray(offsets), info)
+        return cls(path, tokens, mask, np.asarray(offsets), np.asarray(rows), info, identity)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -234,9 +249,16 @@ def cached_store(
     return TokenStore.open(path)
 
 
-def split_indices(count: int, held_out: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(training, held-out) sample indices, each sorted int64; a function of its arguments alone."""
+def split_indices(rows: np.ndarray, held_out: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(training, held-out) sample indices, each sorted int64; a function of its arguments alone.
+
+    rows: int64 [n], the source row of each sample. `held_out` whole rows are held out: samples of
+    one row share text, so none of them may be trained on.
+    """
+    sources = np.unique(rows)
+    count = len(sources)
     if not 0 <= held_out < count:
-        raise UserError(f"{held_out} held-out samples of {count}: expected 0 to {count - 1}")
+        raise UserError(f"{held_out} held-out rows of {count}: expected 0 to {count - 1}")
     order = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed]))).permutation(count)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+    is_held = np.isin(rows, sources[order[:held_out]])
+    return np.flatnonzero(~is_held), np.flatnonzero(is_held)
