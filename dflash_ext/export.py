@@ -171,6 +171,8 @@ def load_export(directory: str | Path) -> Drafter:
         state = load_file(str(folder / WEIGHTS))
     except (ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{folder / CONFIG}: expected a JSON object")
     config = read_config(content, str(folder / CONFIG), state)
     drafter = Drafter(config)
     parameters = dict(drafter.named_parameters())
@@ -193,12 +195,29 @@ def load_export(directory: str | Path) -> Drafter:
 def read_config(content: dict[str, Any], name: str, state: dict[str, Tensor]) -> DrafterConfig:
     """DrafterConfig of a `config.json`; `state` tells the target's width. Nothing is guessed."""
 
-    def need(section: dict[str, Any], key: str, prefix: str = "") -> Any:
-        if section.get(key) is None:
-            raise UserError(f"{name}: key {prefix}{key} is missing")
-        return section[key]
+    def optional(key: str, kind: type) -> Any:
+        section, _, inner = key.rpartition(".")
+        value = ((optional(section, dict) or {}) if section else content).get(inner)
+        # In JSON 1 is a fine 1.0, but `true` is no number.
+        fits = type(value) in ((int, float) if kind is float else (kind,))
+        if value is not None and not fits:
+            raise UserError(f"{name}: key {key} is {value!r}, expected {kind.__name__}")
+        return value
 
-    def agree(key: str, *found: Any) -> Any:
+    def need(key: str, kind: type) -> Any:
+        value = optional(key, kind)
+        if value is None:
+            raise UserError(f"{name}: key {key} is missing")
+        return value
+
+    def need_list(key: str, kind: type) -> tuple[Any, ...]:
+        values = need(key, list)
+        if wrong := [value for value in values if type(value) is not kind]:
+            raise UserError(f"{name}: key {key} holds {wrong[0]!r}, expected {kind.__name__} only")
+        return tuple(values)
+
+    def agree(key: str, kind: type, section: str) -> Any:
+        found = [optional(key, kind), optional(f"{section}.{key}", kind)]
         values = [value for value in found if value is not None]
         if not values:
             raise UserError(f"{name}: key {key} is missing")
@@ -214,29 +233,30 @@ def read_config(content: dict[str, Any], name: str, state: dict[str, Tensor]) ->
     ):
         if content.get(key, supported) != supported:
             raise UserError(f"{name}: {key} {content[key]!r} is not supported, only {supported!r}")
-    rope = content.get("rope_parameters") or {}
+    rope = optional("rope_parameters", dict) or {}
     if (
         rope.get("rope_type", "default") != "default"
         or rope.get("partial_rotary_factor", 1.0) != 1.0
     ):
         raise UserError(f"{name}: rope_parameters {rope} are not supported, only plain RoPE")
-    dflash = need(content, "dflash_config")
-    taps = tuple(need(dflash, "target_layer_ids", "dflash_config."))
-    fields = {field: need(content, key) for field, key in KEYS.items()}
+    need("dflash_config", dict)
+    taps = need_list("dflash_config.target_layer_ids", int)
+    kinds: dict[str, type] = {"rms_norm_eps": float, "attention_bias": bool}
+    fields = {field: need(key, kinds.get(key, int)) for field, key in KEYS.items()}
     if "fc.weight" not in state:
         raise UserError(f"{name}: tensor fc.weight is missing from {WEIGHTS}")
-    width, columns = fields["hidden_size"], state["fc.weight"].shape[-1]
+    width, columns = fields["hidden_size"], state["fc.weight"].shape[-1:].numel()
     if columns != len(taps) * width:
-        got = f"{columns // width}" if columns % width == 0 else f"{columns} columns"
+        got = f"{columns // width}" if width and columns % width == 0 else f"{columns} columns"
         raise UserError(f"{name}: fc.weight expected {len(taps)} taps × {width}, got {got}")
     return DrafterConfig(
         **fields,
-        rope_theta=agree("rope_theta", content.get("rope_theta"), rope.get("rope_theta")),
-        layer_types=tuple(need(content, "layer_types")),
-        sliding_window=content.get("sliding_window"),
-        is_causal=content.get("is_causal"),
-        block_size=agree("block_size", content.get("block_size"), dflash.get("block_size")),
-        mask_token_id=need(dflash, "mask_token_id", "dflash_config."),
+        rope_theta=agree("rope_theta", float, "rope_parameters"),
+        layer_types=need_list("layer_types", str),
+        sliding_window=optional("sliding_window", int),
+        is_causal=optional("is_causal", bool),
+        block_size=agree("block_size", int, "dflash_config"),
+        mask_token_id=need("dflash_config.mask_token_id", int),
         target_layer_ids=taps,
         target_hidden_size=width,
     )

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dflash_ext.batch import PackedBatch
@@ -150,7 +151,7 @@ def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
         return None
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a broken file raises whatever its reader trips over
         log.warning("target %s: its tokenizer cannot be loaded: %s", name, error)
         return None
 
@@ -206,20 +207,25 @@ class Target:
     ) -> Target:
         """Load a local directory or hub id. dtype: bf16 or fp32; tap_ids None: `default_tap_ids`.
 
-        UserError if it cannot be loaded, would need to run its own code, or is fp16.
+        UserError if it cannot be loaded, would need to run its own code, is fp16, or `device` is
+        no GPU of this machine.
         """
         import transformers
 
         resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if resolved not in DTYPES.values():
             raise UserError(f"target dtype {dtype} is not supported: use one of {list(DTYPES)}")
+        device, gpus = torch.device(device), torch.cuda.device_count()
+        if device.type == "cuda" and (device.index or 0) >= gpus:
+            raise UserError(f"device '{device}' is not available: torch sees {gpus} GPUs")
         name = str(path_or_id)
         try:
             with _no_progress_bars():  # the program has one progress display, its own
                 model = transformers.AutoModelForCausalLM.from_pretrained(
                     name, dtype=resolved, trust_remote_code=trust_remote_code
                 )
-        except (OSError, ValueError) as error:
+        # Also a missing quantisation package, a truncated file, weights of another shape.
+        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"target {name!r} cannot be loaded as a causal LM: {reason}") from error
         return cls(

@@ -280,6 +280,23 @@ def edited(folder, change=lambda c: None, change_tensors=lambda t: None):
         (lambda c: (c.pop("rope_theta"), c.pop("rope_parameters")), "key rope_theta is missing"),
         (lambda c: c.update(rope_theta=5.0), "rope_theta is given twice and differs"),
         (lambda c: c.update(block_size=8), "block_size is given twice and differs"),
+        (lambda c: c.update(num_hidden_layers="2"), "num_hidden_layers is '2', expected int"),
+        (lambda c: c.update(hidden_size=0), "fc.weight expected 3 taps × 0, got 192 columns"),
+        (lambda c: c.update(attention_bias=1), "attention_bias is 1, expected bool"),
+        (lambda c: c.update(rms_norm_eps=True), "rms_norm_eps is True, expected float"),
+        (lambda c: c.update(layer_types="full"), "layer_types is 'full', expected list"),
+        (lambda c: c.update(sliding_window=1.5), "sliding_window is 1.5, expected int"),
+        (lambda c: c.update(is_causal="no"), "is_causal is 'no', expected bool"),
+        (lambda c: c.update(rope_parameters=[1]), r"rope_parameters is \[1\], expected dict"),
+        (lambda c: c.update(dflash_config=[1]), r"dflash_config is \[1\], expected dict"),
+        (
+            lambda c: c["dflash_config"].update(target_layer_ids=[0, "b"]),
+            "dflash_config.target_layer_ids holds 'b', expected int only",
+        ),
+        (
+            lambda c: c["dflash_config"].update(mask_token_id="x"),
+            "dflash_config.mask_token_id is 'x', expected int",
+        ),
         (lambda c: c.update(rope_scaling={"type": "yarn"}), "rope_scaling .* is not supported"),
         (lambda c: c["rope_parameters"].update(partial_rotary_factor=0.5), "only plain RoPE"),
         (lambda c: c.update(final_tap_normed=True), "final_tap_normed True is not supported"),
@@ -312,6 +329,14 @@ def test_wrong_files_are_named(target, tmp_path):
     )
     with pytest.raises(UserError, match=r"tensor model.x is unknown"):
         load_export(folder)
+    edited(folder, change_tensors=lambda t: t.update({"fc.weight": torch.tensor(1.0)}))
+    with pytest.raises(UserError, match=r"fc.weight expected 3 taps × 64, got 1 columns"):
+        load_export(folder)
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"config.json: expected a JSON object"):
+        load_export(folder)
+    (folder / "config.json").write_text(config)
     (folder / "model.safetensors").write_bytes(b"\x00" * 20)
     with pytest.raises(UserError, match="cannot be read"):
         load_export(folder)

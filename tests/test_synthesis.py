@@ -185,9 +185,36 @@ def test_errors():
     tokenizer.chat_template = "nothing of the message"
     with pytest.raises(UserError, match="does not show a user's text"):
         synthesize(model, tokenizer, count=1)
+    tokenizer.chat_template = "{{ messages[0]['content'] }} <|im_end|> assistant"
+    with pytest.raises(UserError, match="does not show a user's text after some of its own"):
+        synthesize(model, tokenizer, count=1)
+    tokenizer.chat_template = "{{ raise_exception('not today') }}"
+    with pytest.raises(UserError, match=r"cannot synthesise prompts: template refused.*not today"):
+        synthesize(model, tokenizer, count=1)
+    tokenizer.chat_template = "user {{ messages[-1]['content'] }} w1"
+    with pytest.raises(UserError, match="cannot synthesise prompts: template has no end-of-turn"):
+        synthesize(model, tokenizer, count=1)
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
         synthesize(model, tokenizer, count=1)
+
+
+def test_a_prompt_the_template_refuses_is_left_out():
+    model, tokenizer = setup()
+    word = "w7"
+
+    def asked():
+        return [
+            tokenizer.decode([i for i, answer in zip(ids, mask) if not answer]).split()
+            for ids, mask in synthesize(model, tokenizer, count=60, **OPTIONS)
+        ]
+
+    assert any(word in prompt for prompt in asked())
+    tokenizer.chat_template = (
+        "{% if 'w7' in messages[0]['content'].split() %}{{ raise_exception('no') }}{% endif %}"
+        + CHATML
+    )
+    assert not any(word in prompt for prompt in asked())
 
 
 def test_store_is_cached_by_everything_that_matters(tmp_path, monkeypatch):

@@ -194,37 +194,6 @@ def test_fp16_is_refused():
         Target.load("anywhere", dtype=torch.float16)
 
 
-def test_load_from_a_directory(tmp_path, capfd):
-    model = tiny_model("qwen2")
-    model.save_pretrained(tmp_path)
-    capfd.readouterr()
-    bare = Target.load(tmp_path, dtype="fp32", tap_ids=(1,))
-    assert capfd.readouterr().err == ""  # no second progress display
-    with pytest.raises(UserError, match="has no tokenizer"):
-        _ = bare.tokenizer
-    tiny_tokenizer().save_pretrained(tmp_path)
-    target = Target.load(str(tmp_path), dtype=torch.bfloat16)
-    assert target.dtype == torch.bfloat16
-    assert target.tokenizer.eos_token == "</s>"
-    assert target.stop_ids == {2}
-    assert (target.num_layers, target.hidden_size, target.vocab_size) == (4, 64, VOCAB)
-    expected = Target(model, tap_ids=(1,)).features(packed()).features
-    assert torch.equal(bare.features(packed()).features, expected)
-
-
-def test_load_errors_are_one_line(tmp_path):
-    with pytest.raises(UserError, match="cannot be loaded") as error:
-        Target.load(tmp_path)
-    assert "\n" not in str(error.value)
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "novel", "auto_map": {"AutoConfig": "evil.C", "AutoModel": "evil.M"}}'
-    )
-    (tmp_path / "evil.py").write_text("raise SystemExit('remote code ran')")
-    with pytest.raises(UserError, match="trust_remote_code") as error:
-        Target.load(tmp_path)
-    assert "\n" not in str(error.value)
-
-
 def test_text_layers_are_found_inside_a_multimodal_wrapper():
     text = tf.Gemma3TextConfig(**{**COMMON, "head_dim": 16, "sliding_window": 7, "pad_token_id": 0})
     vision = {
