@@ -227,6 +227,11 @@ class TrainConfig:
                 f"anchors_per_sequence {batch.anchors_per_sequence} exceeds anchor_budget "
                 f"{batch.anchor_budget}: a conversation must fit a batch; lower it or raise that"
             )
+        if data.train is None and data.validation is not None:
+            raise UserError(
+                f"validation {data.validation} is of no use without train: give both files, or "
+                "none for the target's own conversations"
+            )
         if data.train is None and data.held_out >= data.synthetic_rows:
             raise UserError(
                 f"held_out {data.held_out} of synthetic_rows {data.synthetic_rows} leaves nothing "

@@ -70,6 +70,7 @@ def test_wrong_values_are_user_errors(owner, options, message):
         ({"batch": BatchOptions(anchors_per_sequence=200)}, "anchors_per_sequence 200 exceeds"),
         ({"data": DataOptions(synthetic_rows=30, held_out=30)}, "held_out 30 of synthetic_rows 30"),
         ({"data": DataOptions(train="x", max_length=4096)}, "max_length 4096 exceeds token_budget"),
+        ({"data": DataOptions(validation="x")}, "validation x is of no use without train"),
         ({"data": DataOptions(max_answer_tokens=2000)}, "max_answer_tokens 2064 exceeds"),
     ],
 )

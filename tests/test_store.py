@@ -8,9 +8,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from data_fixtures import THINKING, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_ext.data.chat import prepare_jsonl
 from dflash_ext.data.store import StoreWriter, TokenStore, cache_key, cached_store, split_indices
 from dflash_ext.errors import UserError
 
@@ -180,6 +182,17 @@ def test_samples_of_one_row_never_straddle_the_split(tmp_path):
         assert not train & held
         assert train | held == set(sources)
     assert write(tmp_path / "t", [([1], [1])] * 3).rows.tolist() == [0, 1, 2]
+
+
+def test_a_fanned_out_conversation_is_one_row(tmp_path):
+    """A template that drops earlier thoughts makes one sample of every turn."""
+    turns = [("user", "a"), ("assistant", "one"), ("user", "b"), ("assistant", "two")]
+    rows = [turns[:2], turns, turns[2:]]
+    lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in t]}) for t in rows]
+    (tmp_path / "d.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    tokenizer = make_tokenizer(THINKING)
+    prepare_jsonl(tmp_path / "d.jsonl", tokenizer, tmp_path / "s", max_length=128)
+    assert TokenStore.open(tmp_path / "s").rows.tolist() == [1, 2, 2, 3]
 
 
 def test_identity_is_the_content_s(tmp_path):

@@ -150,7 +150,7 @@ def test_three_supervised_tokens_with_block_16():
     """No two neighbours are supervised, so there is no anchor: the step is skipped."""
     trainer = trainer_of(block_size=16)
     docs = documents([[0, 1, 0, 1, 0, 1], [0, 0] + [1] * 20])
-    optimizer = DrafterOptimizer(trainer.drafter, OptimOptions(), 10)
+    optimizer = DrafterOptimizer(trainer.drafter, OptimOptions(name="adamw"), 10)
     before = [p.detach().clone() for p in trainer.drafter.parameters()]
     result, _ = optimizer.step(backward(trainer, packed(docs, [0])))
     assert (result.applied, result.reason) == (False, "zero weight")
@@ -164,7 +164,7 @@ def test_three_supervised_tokens_with_block_16():
 
 def test_a_non_finite_loss_is_named_and_skipped():
     trainer = trainer_of()
-    optimizer = DrafterOptimizer(trainer.drafter, OptimOptions(max_nonfinite=2), 10)
+    optimizer = DrafterOptimizer(trainer.drafter, OptimOptions(name="adamw", max_nonfinite=2), 10)
     batch = packed(documents([[1] * 9]), [0])
     with torch.no_grad():
         trainer.drafter.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
