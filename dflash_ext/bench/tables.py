@@ -40,11 +40,20 @@ QUICKSTART = {
     "prompt lookup": ("prompt lookup", "{:.2f}"),
     "equals greedy": ("equals greedy", "{}"),
 }
+TRAINING = {
+    "step": ("step", "{}"),
+    "seconds of training": ("train_seconds", "{:.0f}"),
+    "loss": ("loss", "{:.2f}"),
+    "accepted length": ("accept_len", "{:.2f}"),
+    "tree of 16": ("tree@16", "{:.2f}"),
+    "tree of 64": ("tree@64", "{:.2f}"),
+    "tree of 256": ("tree@256", "{:.2f}"),
+}
 TABLES = {
     "attention_h200.json": ("Attention, bf16, 32/8 heads, D 128, B 16", ATTENTION_CUDA),
     "attention_cpu.json": ("Attention on the CPU, 9/3 heads, D 64", ATTENTION_CPU),
     "quickstart_cpu.json": ("Quickstart on the CPU: accepted length", QUICKSTART),
-    "quickstart_h200.json": ("Quickstart on one GPU: accepted length", QUICKSTART),
+    "quickstart_h200.json": ("Quickstart on one GPU: held-out metrics while training", TRAINING),
 }
 
 
