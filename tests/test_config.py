@@ -92,7 +92,7 @@ def test_an_export_s_shape_wins_over_the_recipe_s_but_not_over_the_user_s(recipe
     main([recipe, "--drafter.init", "some/export"])
     main([recipe, "--drafter.init", "some/export", "--drafter.num-layers", "3"])
     assert [d.num_layers for d in seen] == [RECIPES[recipe]().drafter.num_layers, None, 3]
-    assert [d.block_size for d in seen] == [8, None, None]
+    assert [d.block_size for d in seen] == [RECIPES[recipe]().drafter.block_size, None, None]
 
 
 def test_json_of_paths():
