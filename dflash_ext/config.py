@@ -263,9 +263,9 @@ def cpu_recipe() -> TrainConfig:
         optim=OptimOptions(name="adamw", lr=2e-3),
         # A capture costs more than a micro-batch here, so every one of them is used four times.
         batch=BatchOptions(draws=4),
-        eval=EvalOptions(prompts_per_set=3, max_new_tokens=32, every=60),
-        run=RunOptions(checkpoint_every=60),
-        steps=180,
+        eval=EvalOptions(prompts_per_set=3, max_new_tokens=32, every=65),
+        run=RunOptions(checkpoint_every=65),
+        steps=130,
     )
 
 
