@@ -11,7 +11,7 @@ typedef int CUresult;
 enum { MAX_RECORDS = 100000, MAX_LOADS = 4096, MAX_PARAMS = 64 };
 
 struct config { unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared; void *stream; };
-struct load { const unsigned char *image; char symbol[64]; int shared; int loads; };
+struct load { const unsigned char *image; char symbol[64]; int shared; };
 struct record {
   int load, context;
   unsigned grid, block, shared;

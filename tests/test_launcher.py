@@ -20,8 +20,7 @@ import ctypes, json, os, struct, threading
 from dflash_ext import _C
 
 class Load(ctypes.Structure):
-    _fields_ = [("image", ctypes.c_void_p), ("symbol", ctypes.c_char * 64), ("shared", ctypes.c_int),
-                ("loads", ctypes.c_int)]
+    _fields_ = [("image", ctypes.c_void_p), ("symbol", ctypes.c_char * 64), ("shared", ctypes.c_int)]
 class Record(ctypes.Structure):
     _fields_ = [("load", ctypes.c_int), ("context", ctypes.c_int), ("grid", ctypes.c_uint),
                 ("block", ctypes.c_uint), ("shared", ctypes.c_uint), ("stream", ctypes.c_uint64),

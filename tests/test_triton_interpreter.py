@@ -20,6 +20,7 @@ if triton.__version__ != "3.6.0":
     pytest.skip("these are sources for Triton 3.6.0", allow_module_level=True)
 
 from dflash_kernels import attention  # noqa: E402
+from dflash_kernels import layout as layout_kernels  # noqa: E402
 
 from dflash_ext.ops.layout import AttentionLayout, Schedule, schedule_reference  # noqa: E402
 
@@ -38,7 +39,7 @@ def run_schedule(layout: AttentionLayout) -> Schedule:
         torch.full((layout.num_blocks,), -1, dtype=torch.int32),
         torch.full((layout.num_blocks,), -1, dtype=torch.int32),
     )
-    attention.attention_layout_kernel[(tiles + -(-layout.num_blocks // 4),)](
+    layout_kernels.attention_layout_kernel[(tiles + -(-layout.num_blocks // 4),)](
         layout.ctx_start,
         layout.ctx_end,
         *made,

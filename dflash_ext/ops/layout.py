@@ -6,7 +6,7 @@ A DFlash block i sees ONE interval of the packed context, [ctx_start[i], ctx_end
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -101,7 +101,7 @@ def build_layout(
     )
     if ctx_start.device.type != "cuda":
         return layout
-    return AttentionLayout(**{**vars(layout), "schedule": _cuda_schedule(layout)})
+    return replace(layout, schedule=_cuda_schedule(layout))
 
 
 def _empty_schedule(layout: AttentionLayout) -> Schedule:

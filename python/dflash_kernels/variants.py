@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash_kernels import attention
+from dflash_kernels import attention, layout
 
 HEAD_DIMS = (64, 128, 256)
 DEFAULT_ARCHITECTURES = (80, 86, 90, 100, 120)
@@ -148,7 +148,7 @@ KERNELS = (
     ),
     Kernel(
         name="attention_layout",
-        fn=attention.attention_layout_kernel,
+        fn=layout.attention_layout_kernel,
         arguments=_pointers("ctx_start ctx_end ranges doc_first doc_last", "i32*")
         | dict.fromkeys(("num_blocks", "num_ctx", "B", "window"), "i32"),
         grid=f"ceil_div(num_ctx, {KEY_TILE}) + ceil_div(num_blocks, tile)",
