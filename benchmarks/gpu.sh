@@ -1,25 +1,99 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, for a machine with torch and no network: build, tests, benchmarks.
-# Usage: bash benchmarks/gpu.sh [tests] [attention] [quickstart]; results go to $OUT (default: here).
-set -euo pipefail
+# Usage: bash benchmarks/gpu.sh [tests] [attention] [launch] [sanitizer] [ncu] [quickstart]
+# Results go to $OUT (default: here). Every line is in $OUT/gpu.log as it is printed, so a time limit
+# loses nothing; a failing step costs the script's exit code, not the steps after it.
+set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks}
-nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw --format=csv,noheader
-DFLASH_SM=${DFLASH_SM:-90} python3 -m pip install --no-build-isolation --no-deps --no-index -e . -v \
-  > "$out/build.log" 2>&1 || { tail -40 "$out/build.log"; exit 1; }
-grep -E "images for sm|MiB in" "$out/build.log"
-python3 -c "from dflash_ext import _C; print(_C.describe_device(0))"
-for step in "$@"; do
-  echo "=== $step"
-  case $step in
+failed=()
+
+step() { # NAME SECONDS COMMAND...: run it, say how long it took, remember a failure
+  local name=$1 limit=$2 begin=$SECONDS code=0
+  shift 2
+  timeout "$limit" "$@" || code=$?
+  echo "--- $name: exit code $code, $((SECONDS - begin)) s"
+  [ "$code" -eq 0 ] || failed+=("$name")
+}
+
+tool() { # NAME: its path, from PATH, a CUDA toolkit or an NVIDIA wheel; empty, and said, without it
+  local path site
+  site=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  path=$(command -v "$1" || ls /usr/local/cuda*/bin/"$1" /opt/nvidia/nsight-compute/*/"$1" \
+    "$site"/nvidia/*/bin/"$1" 2> /dev/null | sort | tail -1)
+  if [ -z "$path" ]; then
+    echo "$1 is not on this machine: nothing was checked" >&2
+  fi
+  echo "$path"
+}
+
+build() {
+  local log begin=$SECONDS
+  log=$(mktemp)
+  nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw --format=csv,noheader
+  DFLASH_SM=${DFLASH_SM:-90} python3 -m pip install --no-build-isolation --no-deps --no-index \
+    -e . -v > "$log" 2>&1 || { tail -60 "$log"; exit 1; }
+  grep -E "images for sm|MiB in" "$log"
+  echo "--- build: $((SECONDS - begin)) s"
+  python3 -c "from dflash_ext import _C; print(_C.describe_device(0))"
+}
+
+run_step() {
+  local path check run
+  case $1 in
     tests) # the second line runs what only this machine's CPU can: the AVX-512 unit
-      python3 -m pytest -q -m gpu tests 2>&1 | tee "$out/gpu_tests.log" | tail -25
-      python3 -m pytest -q tests/test_attention_cpu.py 2>&1 | tee "$out/cpu_tests.log" | tail -4 ;;
-    attention) python3 -m dflash_ext.bench attention --flex --json "$out/attention_h200.json" ;;
+      step tests 420 python3 -m pytest -q -m gpu tests
+      step cpu_tests 120 python3 -m pytest -q tests/test_attention_cpu.py ;;
+    attention)
+      # shellcheck disable=SC2086
+      step attention 300 python3 -m dflash_ext.bench attention --json "$out/attention_h200.json" \
+        ${ATTENTION_OPTIONS:-}
+      step picture 60 python3 -m dflash_ext.bench plot "$out/attention_h200.json" \
+        "$out/attention_h200.png" ;;
+    launch) step launch 60 python3 -m dflash_ext.bench launch --json "$out/launch_h200.json" ;;
+    sanitizer) # small problems only: a checked kernel runs one to two orders slower
+      path=$(tool compute-sanitizer)
+      [ -n "$path" ] || { failed+=(sanitizer); return; }
+      # torch's caching allocator would hide an access past a tensor's end inside its pool
+      export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+      for check in memcheck racecheck; do # of our kernels; the launcher probes, so no API errors
+        step "$check" "${SANITIZER_SECONDS:-240}" "$path" --tool "$check" --error-exitcode 9 \
+          --report-api-errors no --kernel-name kns=attention_,kns=hopper_ \
+          python3 -m pytest -q -x -p no:cacheprovider -m gpu tests/test_attention_gpu.py \
+          -k "${SANITIZER_TESTS:-test_numerics}"
+      done
+      unset PYTORCH_NO_CUDA_MEMORY_CACHING ;;
+    ncu) # once per kernel on shape A: the path the operator takes, and plain Triton
+      path=$(tool ncu)
+      [ -n "$path" ] || { failed+=(ncu); return; }
+      for run in "" "--path triton"; do
+        # shellcheck disable=SC2086
+        step "ncu $run" 120 "$path" --clock-control none --kernel-name "regex:^(attention|hopper)_" \
+          --section SpeedOfLight --section LaunchStats --section Occupancy \
+          --section WarpStateStats python3 -m dflash_ext.bench once --shape A $run
+      done ;;
     quickstart) # needs the small target's wheel: see PIP_FIND_LINKS in pip's manual
-      PYTHONUNBUFFERED=1 python3 -m dflash_ext.train one_gpu --run.dir "${RUN_DIR:-/tmp/quickstart}" ${QUICKSTART_OPTIONS:-}
-      cp "${RUN_DIR:-/tmp/quickstart}/results.json" "$out/quickstart_h200.json"
-      cp "${RUN_DIR:-/tmp/quickstart}/metrics.jsonl" "$out/quickstart_h200_metrics.jsonl" ;;
-    *) echo "unknown step $step"; exit 2 ;;
+      run=${RUN_DIR:-/tmp/quickstart}
+      # shellcheck disable=SC2086
+      step quickstart "${QUICKSTART_SECONDS:-540}" python3 -m dflash_ext.train one_gpu \
+        --run.dir "$run" ${QUICKSTART_OPTIONS:-}
+      cp "$run/results.json" "$out/quickstart_h200.json"
+      cp "$run/metrics.jsonl" "$out/quickstart_h200_metrics.jsonl" ;;
+    *) echo "unknown step $1"; failed+=("$1") ;;
   esac
-done
+}
+
+main() {
+  local name
+  build
+  for name in "$@"; do
+    echo "=== $name"
+    run_step "$name"
+  done
+  nvidia-smi --query-gpu=clocks.sm,power.draw --format=csv,noheader
+  [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}"; return 1; }
+}
+
+export PYTHONUNBUFFERED=1
+main "$@" 2>&1 | tee "$out/gpu.log"
+exit "${PIPESTATUS[0]}"

@@ -1,29 +1,51 @@
-"""Benchmarks: their arithmetic, their command line, and that the README shows what was measured."""
+"""Benchmarks: what they measure, their arithmetic and their clocks; on a GPU, a small run."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from dflash_ext.bench.attention import Shape, lognormal_documents, make_problem, useful_pairs
-from dflash_ext.bench.tables import BEGIN, END, with_numbers
-from dflash_ext.errors import UserError
+from dflash_ext.bench import anchors, attention, first_call, launch, problem, timing
+from dflash_ext.bench.shapes import (
+    CUDA_SHAPES,
+    TARGETS,
+    UNSEEN,
+    Shape,
+    Target,
+    lognormal_documents,
+    missed,
+    reached,
+    sweeps,
+)
+from dflash_ext.ops import attention as operator
+from dflash_ext.ops import layout as layout_ops
 from dflash_ext.ops.attention import visible_pairs
-from dflash_ext.ops.layout import build_layout
 
 ROOT = Path(__file__).parents[1]
+SMALL = Shape("A", (50, 7, 90), 11, 8, 2, 1, 64)
 
 
-def test_useful_pairs_are_the_visible_ones() -> None:
-    shape = Shape("s", (50, 7, 90), 11, 8, 2, 1, 64)
-    start, end = make_problem(shape, "cpu")
-    layout = build_layout(start, end, num_ctx=shape.T, block_size=shape.B)
-    assert useful_pairs(layout) == int(visible_pairs(layout).sum())
+def small(window: int | None = None, causal: bool = False) -> problem.Problem:
+    return problem.make_problem(replace(SMALL, window=window, causal=causal), "cpu", torch.float32)
+
+
+# ---- what is measured
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 20, 500])
+@pytest.mark.parametrize("causal", [False, True])
+def test_useful_pairs_are_the_visible_ones(window: int | None, causal: bool) -> None:
+    layout = small(window, causal).build_layout()
+    assert problem.useful_pairs(layout) == int(visible_pairs(layout).sum())
+    ends = torch.tensor([3, 90, SMALL.T], dtype=torch.int32)
+    starts = torch.tensor([0, 57, SMALL.T + 1], dtype=torch.int32)  # the last one is padding
+    padded = layout_ops.build_layout(
+        starts, ends, num_ctx=SMALL.T, block_size=4, window=window, causal=causal
+    )
+    assert problem.useful_pairs(padded) == int(visible_pairs(padded).sum())
 
 
 def test_documents_fill_the_budget() -> None:
@@ -32,44 +54,217 @@ def test_documents_fill_the_budget() -> None:
     assert max(lengths) <= 8192
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dflash_ext.bench", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
+@pytest.mark.parametrize("shape", CUDA_SHAPES, ids=lambda s: s.name)
+def test_shapes_are_those_of_the_anchor_measurement(shape: Shape) -> None:
+    """Anchors and visible pairs by the other way round: a document id per token."""
+    lengths = torch.tensor(shape.documents)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    first = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)[:-1]])
+    generator = torch.Generator().manual_seed(0)
+    anchor = torch.randperm(shape.T - 1, generator=generator)[: shape.num_blocks].sort().values
+    start, end = problem.intervals(shape)
+    assert torch.equal(end.long(), anchor)
+    assert torch.equal(start.long(), first[document[anchor]])
+
+
+def test_every_dimension_is_swept_alone() -> None:
+    rows = sweeps()
+    base = rows[0][1]
+    assert {sweep for sweep, _ in rows} == {"base", "T", "N", "B", "G", "D", "window"}
+    fields = {"T": "documents", "N": "num_blocks", "B": "B", "G": "Hkv", "D": "D"}
+    for sweep, shape in rows[1:]:
+        assert shape.num_blocks < shape.T
+        if sweep == "window":
+            kept = replace(shape, name="base", window=None, causal=False)
+        else:
+            kept = replace(shape, name="base", **{fields[sweep]: getattr(base, fields[sweep])})
+        assert kept == base
+    assert {s.B for _, s in rows} == {4, 8, 16, 32}
+    assert {s.Hq // s.Hkv for _, s in rows} == {1, 2, 4, 8}
+    assert {(s.window, s.causal) for _, s in rows} >= {(512, False), (2048, True), (None, True)}
+    assert len({s.name for _, s in rows}) == len(rows)
+    measured = {(s.T, s.num_blocks) for s in (*CUDA_SHAPES, *(s for _, s in rows))}
+    assert not measured & {(s.T, s.num_blocks) for s in UNSEEN}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [20, 64])
+def test_plain_layout_has_nearly_the_same_pairs(window: int, causal: bool) -> None:
+    shape = Shape("s", (2000, 30, 900), 60, 8, 2, 1, 64, window, causal)
+    windowed = problem.make_problem(shape, "cpu", torch.float32)
+    plain = problem.without_window(windowed)
+    before, after = windowed.build_layout(), plain.build_layout()
+    assert (after.window, after.causal) == (None, False)
+    assert plain.leaves is windowed.leaves
+    assert bool((after.ctx_start.diff() >= 0).all())  # still a legal layout
+    pairs = problem.useful_pairs(before)
+    assert abs(problem.useful_pairs(after) / pairs - 1) < 0.05
+    # Where the window is full the two differ by rounding only: half a row of the block.
+    rows = visible_pairs(before).sum(1).reshape(-1, 8).sum(1)
+    plain_rows = visible_pairs(after).sum(1).reshape(-1, 8).sum(1)
+    full = windowed.ctx_end - windowed.ctx_start >= window
+    assert bool((rows[full] - plain_rows[full]).abs().max() <= 4)
+
+
+def test_without_window_of_the_swept_windows() -> None:
+    for sweep, shape in sweeps():
+        if sweep == "window":
+            windowed = problem.Problem(shape, None, *problem.intervals(shape))  # type: ignore
+            ratio = problem.useful_pairs(windowed.build_layout()) / problem.useful_pairs(
+                problem.without_window(windowed).build_layout()
+            )
+            assert abs(ratio - 1) < 0.006, shape.name
+
+
+def test_flex_is_given_the_same_mask() -> None:
+    layout = small().build_layout()
+    rows = layout.num_blocks * layout.block_size
+    q = torch.arange(rows)[:, None]
+    kv = torch.arange(layout.num_ctx + rows)[None]
+    visible = anchors.flex_visible(layout)
+    assert torch.equal(visible(q, q, q, kv), visible_pairs(layout))
+
+
+def test_sdpa_contestant_computes_the_operator() -> None:
+    p = small()
+    layout = p.build_layout()
+    theirs = anchors.sdpa_runs(p, layout)["sdpa fwd"]()[0].transpose(0, 1)
+    torch.testing.assert_close(operator.dflash_attention(*p.leaves, layout), theirs)
+
+
+# ---- arithmetic
+
+
+def test_cuda_numbers_of_round_times() -> None:
+    work = 10**9  # pairs * heads * D: 4 GFLOP forward, 10 GFLOP backward
+    dense = 4 * 32 * 128 * 16384**2 // 2
+    numbers = attention.cuda_numbers(
+        work,
+        {
+            "product": 2 * 8192**3 / 800e12,
+            "fwd": 10e-6,
+            "bwd": 50e-6,
+            "layout": 20e-6,
+            "triton fwd": 20e-6,
+            "triton bwd": 100e-6,
+            "flex fwd": 30e-6,
+            "flex bwd": 200e-6,
+            "cudnn 4096 fwd": dense / 16 / 100e12,
+            "cudnn 4096 bwd": 2.5 * dense / 16 / 100e12,
+            "cudnn 16384 fwd": dense / 200e12,
+            "cudnn 16384 bwd": 2.5 * dense / 250e12,
+        },
     )
+    expected = {
+        "product_tflops": 800,
+        "fwd_ms": 0.01,
+        "fwd_tflops": 400,
+        "bwd_tflops": 200,
+        "fwd_over_product": 0.5,
+        "bwd_over_product": 0.25,
+        "triton_fwd_tflops": 200,
+        "triton_bwd_over_product": 0.125,
+        "fwd_over_flex": 3,
+        "bwd_over_flex": 4,
+        "flex_bwd_tflops": 50,
+        "cudnn_fwd_tflops": 200,
+        "fwd_over_cudnn": 2,
+        "bwd_over_cudnn": 0.8,
+        "layout_ms": 0.02,
+    }
+    assert {k: numbers[k] for k in expected} == pytest.approx(expected)
 
 
-def test_unknown_benchmark_is_one_line() -> None:
-    done = run("attentoin")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: benchmark 'attentoin' is unknown: expected one of")
-    assert done.stderr.count("\n") == 1
+def test_window_overhead_is_per_visible_pair() -> None:
+    seconds = {"fwd": 1.1, "bwd": 2.0, "plain fwd": 1.0, "plain bwd": 2.0}
+    assert attention.window_overhead(100, 100, seconds)["fwd_overhead"] == pytest.approx(0.1)
+    assert attention.window_overhead(200, 100, seconds)["bwd_overhead"] == pytest.approx(-0.5)
 
 
-@pytest.mark.parametrize("option", [("--rounds", "0"), ("--device", "cuda")])
-def test_bad_options_are_one_line(option: tuple[str, str]) -> None:
-    import torch
+def test_floors_and_goals() -> None:
+    assert [reached(x, Target(0.8, 0.9)) for x in (0.79, 0.8, 0.9)] == [
+        "below floor",
+        "floor",
+        "goal",
+    ]
+    assert reached(5.0, Target(0.8)) == "floor"
+    assert [reached(x, Target(0.1, 0.03), smaller=True) for x in (0.11, 0.1, 0.03)] == [
+        "below floor",
+        "floor",
+        "goal",
+    ]
+    assert all(set(of_shape) == set("ABCD") for of_shape in TARGETS.values())
+    row = {"shape": "B", "fwd_over_product": 0.73, "bwd_over_product": 0.57, "layout_ms": 0.2}
+    assert missed(row) == [
+        "B: fwd_over_product 0.730 is below 0.74",
+        "B: layout_ms 0.200 is above 0.1",
+    ]
 
-    if option[1] == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    done = run("attention", *option)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+
+class FakeEvent:
+    """A device that is busy spinning for as long as it was last told to."""
+
+    spins: list[int]
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.spins[-1] < 3 * timing.HEAD_START  # the host needs three head starts
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 40.0
 
 
-def test_readme_shows_the_kept_results() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert with_numbers(readme, ROOT / "benchmarks") == readme
-    for file in (ROOT / "benchmarks").glob("*.json"):
-        kept = json.loads(file.read_text())
-        assert {"date", "commit", "torch", "cores"} <= kept["environment"].keys(), file.name
+def test_device_time_needs_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeEvent.spins = []
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", FakeEvent.spins.append)
+    calls: list[None] = []
+    one = timing.Contestant(lambda: calls.append(None), "cuda", repeats=4)
+    assert one.seconds() == pytest.approx(0.01)
+    assert FakeEvent.spins == [timing.HEAD_START * k for k in (1, 2, 4)]
+    assert len(calls) == 12
+    one.seconds()
+    assert FakeEvent.spins[3:] == [timing.HEAD_START * 4]  # it remembers
+    assert timing.warmed_up(lambda: None, "cuda", burst=0.2).repeats == 15
+    monkeypatch.setattr(FakeEvent, "query", lambda self: True)
+    with pytest.raises(RuntimeError, match="waits for the device"):
+        one.seconds()
 
 
-def test_readme_without_markers_is_an_error() -> None:
-    with pytest.raises(UserError, match="has no section between"):
-        with_numbers("# no markers", ROOT / "benchmarks")
-    assert with_numbers(f"a{BEGIN}old{END}b", ROOT / "nowhere") == f"a{BEGIN}\n\n\n\n{END}b"
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+def test_cuda_contestants_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every contestant but the compiled ones, on a small problem, with real clocks."""
+    monkeypatch.setattr(anchors, "PRODUCT", 1024)
+    monkeypatch.setattr(anchors, "CUDNN_LENGTHS", (256,))
+    monkeypatch.setattr(attention, "BURST", 0.001)
+    bench = attention.CudaBench(2, lambda result: None, dense=True)
+    shape = Shape("A", (700, 300), 64, 16, 8, 2, 128)
+    row = bench.row(shape, triton=True)
+    assert bench.result["failed"] == []
+    assert min(row[k] for k in ("fwd_ms", "bwd_ms", "layout_ms", "triton_bwd_tflops")) > 0
+    assert row["fwd_over_cudnn"] > 0
+    windowed = bench.row(replace(shape, window=100, causal=True))
+    assert windowed["plain_pairs"] == pytest.approx(windowed["pairs"], rel=0.05)
+
+
+@pytest.mark.gpu
+def test_first_calls_on_a_gpu() -> None:
+    row = first_call.calls(replace(UNSEEN[1], num_blocks=37), warm_allocator=True)
+    assert row["mallocs"] == 0
+    assert row["first_ms"] > 0
+
+
+@pytest.mark.gpu
+def test_launch_on_a_gpu() -> None:
+    times = {row["what"]: row["microseconds"] for row in launch.measure("cuda", 3)}
+    assert any(name.startswith("raw call: attention") for name in times)
+    assert min(times.values()) > 0

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from dflash_ext.bench import attention, tables
+from dflash_ext.bench import attention, launch, once, plot, tables
 from dflash_ext.errors import UserError, run_cli
 
-BENCHMARKS = {"attention": attention.main, "tables": tables.main}
+BENCHMARKS = {
+    "attention": attention.main,
+    "launch": launch.main,
+    "once": once.main,
+    "plot": plot.main,
+    "tables": tables.main,
+}
 
 
 def main() -> None:

@@ -1,39 +1,92 @@
-"""`python -m dflash_ext.bench tables`: the README's numbers, generated from benchmarks/*.json."""
+"""`python -m dflash_ext.bench tables`: every published number, generated from benchmarks/*.json.
+
+The README's section between two markers, and docs/benchmarks.md as a whole.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_ext.bench.shapes import LAYOUT_MS, TARGETS, WINDOW_OVERHEAD, reached
 from dflash_ext.errors import UserError
 
 BEGIN = "<!-- numbers: written by `python -m dflash_ext.bench tables`, do not edit -->"
 END = "<!-- end of numbers -->"
+DOCS_HEAD = """# Benchmarks
 
+Written by `python -m dflash_ext.bench tables` from `benchmarks/*.json`; do not edit. The README
+says what the ratios mean. *× cuDNN*: useful FLOP/s over those of cuDNN's dense causal attention,
+32 heads, D 128, the faster of 4,096 and 16,384 tokens, in the same rounds.
+"""
+
+Row = dict[str, Any]
+Rows = Sequence[Row]
 # A column: heading, key in the row, format. A heading may stand twice.
 Columns = Sequence[tuple[str, str, str]]
 
-ATTENTION_CUDA = [
+PASSES = [
     ("shape", "shape", "{}"),
-    ("forward ms", "fwd_ms", "{:.2f}"),
-    ("TFLOP/s", "fwd_tflops", "{:.0f}"),
+    ("pass", "pass", "{}"),
+    ("path", "path", "{}"),
+    ("ms", "ms", "{:.2f}"),
+    ("TFLOP/s", "tflops", "{:.0f}"),
+    ("× product (floor → goal: reached)", "over_product", "{}"),
+    ("plain Triton, × product", "triton_over_product", "{}"),
+    ("× flex", "over_flex", "{}"),
+    ("× cuDNN", "over_cudnn", "{:.2f}"),
+]
+SWEEPS = [
+    ("varied", "shape", "{}"),
+    ("path", "path", "{}"),
+    ("forward TFLOP/s", "fwd_tflops", "{:.0f}"),
     ("× product", "fwd_over_product", "{:.2f}"),
-    ("× flex", "fwd_speedup_over_flex", "{:.2f}"),
-    ("backward ms", "bwd_ms", "{:.2f}"),
-    ("TFLOP/s", "bwd_tflops", "{:.0f}"),
+    ("× cuDNN", "fwd_over_cudnn", "{:.2f}"),
+    ("backward TFLOP/s", "bwd_tflops", "{:.0f}"),
     ("× product", "bwd_over_product", "{:.2f}"),
-    ("× flex", "bwd_speedup_over_flex", "{:.2f}"),
+    ("× cuDNN", "bwd_over_cudnn", "{:.2f}"),
     ("layout ms", "layout_ms", "{:.3f}"),
+]
+WINDOWS = [
+    ("layer", "shape", "{}"),
+    ("path", "path", "{}"),
+    ("visible pairs", "pairs", "{:,}"),
+    ("compared with", "plain_pairs", "{:,}"),
+    ("on path", "plain_path", "{}"),
+    ("forward, a pair", "fwd_overhead", "{:+.1%}"),
+    ("backward, a pair", "bwd_overhead", "{:+.1%}"),
+    ("at most 5 %", "within", "{}"),
+]
+FIRST_CALLS = [
+    ("shape", "shape", "{}"),
+    ("allocator", "allocator", "{}"),
+    ("first ms", "first_ms", "{:.2f}"),
+    ("hundredth ms", "hundredth_ms", "{:.2f}"),
+    ("ratio", "first_over_hundredth", "{:.2f}"),
+    ("cudaMalloc calls", "mallocs", "{}"),
+]
+FLEX_COSTS = [
+    ("shape", "shape", "{}"),
+    ("flex: first call s", "flex_first_s", "{:.1f}"),
+    ("flex: mask ms", "flex_mask_ms", "{:.1f}"),
+    ("our layout ms", "layout_ms", "{:.3f}"),
+    ("largest difference from flex", "flex_difference", "{:.1e}"),
+]
+LAUNCH = [
+    ("what the host does", "what", "{}"),
+    ("µs", "microseconds", "{:.1f}"),
+    ("× one-element add", "over_add", "{:.1f}"),
 ]
 ATTENTION_CPU = [
     ("shape", "shape", "{}"),
     ("dtype", "dtype", "{}"),
     ("forward ms", "fwd_ms", "{:.1f}"),
     ("backward ms", "bwd_ms", "{:.1f}"),
-    ("forward + backward, × SDPA with dense mask", "speedup_over_sdpa", "{:.1f}"),
+    ("forward + backward, × SDPA with dense mask", "over_sdpa", "{:.1f}"),
 ]
 QUICKSTART = [
     ("prompts", "prompts", "{}"),
@@ -51,29 +104,150 @@ TRAINING = [
     ("tree of 64", "tree@64", "{:.2f}"),
     ("tree of 256", "tree@256", "{:.2f}"),
 ]
-# Result file -> (title, columns).
-TABLES: dict[str, tuple[str, Columns]] = {
-    "attention_h200.json": ("Attention, bf16, 32/8 heads, D 128, B 16", ATTENTION_CUDA),
-    "attention_cpu.json": ("Attention on the CPU, 9/3 heads, D 64", ATTENTION_CPU),
-    "quickstart_cpu.json": ("Quickstart on the CPU: accepted length", QUICKSTART),
-    "quickstart_h200.json": ("Quickstart on one GPU: held-out metrics while training", TRAINING),
-}
 
 
-def markdown(columns: Columns, rows: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table of the rows that have every column."""
+def markdown(columns: Columns, rows: Rows) -> str:
+    """A Markdown table; what was not measured is a dash."""
     lines = [
         "| " + " | ".join(heading for heading, _, _ in columns) + " |",
         "|---" * len(columns) + "|",
     ]
     for row in rows:
-        if all(key in row for _, key, _ in columns):
-            cells = (form.format(row[key]) for _, key, form in columns)
-            lines.append("| " + " | ".join(cells) + " |")
+        cells = (form.format(row[key]) if key in row else "–" for _, key, form in columns)
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def describe(result: dict[str, Any]) -> str:
+def aimed(row: Row, key: str) -> str:
+    """A ratio beside what it must reach: "0.84 (0.83 → 0.90: floor)"."""
+    if row["shape"] not in TARGETS.get(key, {}):
+        return f"{row[key]:.2f}"
+    target = TARGETS[key][row["shape"]]
+    goal = "" if target.goal is None else f" → {target.goal:.2f}"
+    return f"{row[key]:.2f} ({target.floor:.2f}{goal}: {reached(row[key], target)})"
+
+
+def one_pass(row: Row, p: str, name: str) -> Row:
+    """The forward (`p` "fwd") or backward half of an A-D row, its ratios beside their targets."""
+    keys = {"over_product": f"{p}_over_product", "over_flex": f"{p}_over_flex"}
+    keys["triton_over_product"] = f"triton_{p}_over_product"
+    half = {k: aimed(row, key) for k, key in keys.items() if key in row}
+    half |= {k: row[f"{p}_{k}"] for k in ("ms", "tflops", "over_cudnn") if f"{p}_{k}" in row}
+    return {"shape": row["shape"], "pass": name, "path": row["path"]} | half
+
+
+def attention_table(shapes: Rows) -> str:
+    """Shapes A-D, a row per pass; then what the letters mean and what the layout costs."""
+    halves = [
+        one_pass(row, p, name)
+        for row in shapes
+        for p, name in (("fwd", "forward"), ("bwd", "backward"))
+    ]
+    text = markdown(PASSES, halves)
+    text += "\n\n" + "; ".join(f"{row['shape']}: {row['what']}" for row in shapes) + "."
+    layouts = [row["layout_ms"] for row in shapes if "layout_ms" in row]
+    if layouts:
+        slowest, target = max(layouts), LAYOUT_MS
+        text += (
+            f" Layout build: {min(layouts):.3f} to {slowest:.3f} ms ({target.floor} → "
+            f"{target.goal}: {reached(slowest, target, smaller=True)})."
+        )
+    return text
+
+
+def sweep_table(sweeps: Rows) -> str:
+    return markdown(SWEEPS, sweeps)
+
+
+def window_table(sweeps: Rows) -> str:
+    rows = []
+    for row in sweeps:
+        if "fwd_overhead" in row:
+            worst = max(row["fwd_overhead"], row["bwd_overhead"])
+            within = "yes" if worst <= WINDOW_OVERHEAD.floor else "no"
+            rows.append(row | {"within": within})
+    return markdown(WINDOWS, rows)
+
+
+def first_call_line(calls: Rows) -> str:
+    """Median and worst ratio over the never-seen shapes, without and with cudaMalloc."""
+    parts = []
+    for allocator, name in (("warm", ""), ("empty", "cudaMalloc included, ")):
+        ratios = [r["first_over_hundredth"] for r in calls if r["allocator"] == allocator]
+        if ratios:
+            median, worst = statistics.median(ratios), max(ratios)
+            parts.append(f"{name}{median:.2f} × the hundredth (worst {worst:.2f} ×)")
+    return f"First call of a never-seen shape: {'; '.join(parts)}."
+
+
+def first_call_table(calls: Rows) -> str:
+    return f"{first_call_line(calls)}\n\n{markdown(FIRST_CALLS, calls)}"
+
+
+def launch_table(rows: Rows) -> str:
+    return markdown(LAUNCH, rows)
+
+
+def cpu_table(rows: Rows) -> str:
+    return markdown(ATTENTION_CPU, rows)
+
+
+def readme_attention(result: Row) -> str:
+    text = attention_table(result["shapes"])
+    return f"{text} {first_call_line(result['first_calls'])}" if result["first_calls"] else text
+
+
+def docs_attention(result: Row) -> str:
+    parts = []
+    if result["sweeps"]:
+        base = next(row for row in result["sweeps"] if row["sweep"] == "base")
+        parts.append(
+            f"One dimension at a time around {base['what']}, B 16, 32/8 heads, D 128, no "
+            "window.\n\n" + sweep_table(result["sweeps"])
+        )
+        parts.append(
+            "Windows and in-block causality: time of a visible pair against a layout without "
+            "them that has (nearly) the same visible pairs.\n\n" + window_table(result["sweeps"])
+        )
+    if any("flex_first_s" in row for row in result["shapes"]):
+        parts.append(markdown(FLEX_COSTS, result["shapes"]))
+    if result["first_calls"]:
+        parts.append(first_call_table(result["first_calls"]))
+    return "\n\n".join(parts)
+
+
+# Result file, title, how to show it. An empty text leaves the section out.
+Sections = Sequence[tuple[str, str, Callable[[Row], str]]]
+README: Sections = [
+    ("attention_h200.json", "Attention, bf16, 32/8 heads, D 128, B 16", readme_attention),
+    (
+        "attention_cpu.json",
+        "Attention on the CPU, 9/3 heads, D 64",
+        lambda r: cpu_table(r["shapes"]),
+    ),
+    (
+        "quickstart_cpu.json",
+        "Quickstart on the CPU: accepted length",
+        lambda r: markdown(QUICKSTART, r["rows"]),
+    ),
+    (
+        "quickstart_h200.json",
+        "Quickstart on one GPU: held-out metrics while training",
+        lambda r: markdown(TRAINING, r["rows"]),
+    ),
+]
+DOCS: Sections = [
+    ("attention_h200.json", "Attention on the H200", docs_attention),
+    ("launch_h200.json", "Host time on the H200's machine", lambda r: launch_table(r["rows"])),
+    ("launch_cpu.json", "Host time of the CPU operator", lambda r: launch_table(r["rows"])),
+]
+PICTURES = {
+    "attention_h200.png": "Attention on the H200: TFLOP/s per shape, ours and the anchors",
+    "attention_cpu.png": "Attention on the CPU: GFLOP/s per shape, ours and SDPA",
+}
+
+
+def describe(result: Row) -> str:
     """Where and when a result was measured, in one line."""
     e = result["environment"]
     machine = e["gpu"] or f"{e['cpu']}, {e['cores']} cores"
@@ -81,14 +255,14 @@ def describe(result: dict[str, Any]) -> str:
     return text + (f"; {result['note']}" if result.get("note") else "")
 
 
-def numbers(folder: Path) -> str:
-    """The README section for every known result file in `folder`."""
+def numbers(sections: Sections, folder: Path) -> str:
+    """The sections whose result file is in `folder`."""
     parts = []
-    for name, (title, columns) in TABLES.items():
+    for name, title, show in sections:
         if (folder / name).exists():
             result = json.loads((folder / name).read_text())
-            table = markdown(columns, result["rows"])
-            parts.append(f"**{title}** ({describe(result)})\n\n{table}")
+            if text := show(result):
+                parts.append(f"**{title}** ({describe(result)})\n\n{text}")
     return "\n\n".join(parts)
 
 
@@ -97,14 +271,28 @@ def with_numbers(readme: str, folder: Path) -> str:
     if BEGIN not in readme or END not in readme:
         raise UserError(f"the README has no section between {BEGIN!r} and {END!r}")
     head, rest = readme.split(BEGIN)
-    return f"{head}{BEGIN}\n\n{numbers(folder)}\n\n{END}{rest.split(END)[1]}"
+    return f"{head}{BEGIN}\n\n{numbers(README, folder)}\n\n{END}{rest.split(END)[1]}"
+
+
+def docs(folder: Path) -> str:
+    """docs/benchmarks.md, which lies beside `folder`'s parent."""
+    pictures = [
+        f"![{text}](../{folder.name}/{name})"
+        for name, text in PICTURES.items()
+        if (folder / name).exists()
+    ]
+    return (
+        "\n\n".join(x for x in [DOCS_HEAD.rstrip(), *pictures, numbers(DOCS, folder)] if x) + "\n"
+    )
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench tables")
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument("--docs", type=Path, default=Path("docs/benchmarks.md"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks"))
     args = parser.parse_args(argv)
     if not args.readme.exists():
         raise UserError(f"{args.readme} does not exist: run this in the repository's root")
     args.readme.write_text(with_numbers(args.readme.read_text(), args.results))
+    args.docs.write_text(docs(args.results))

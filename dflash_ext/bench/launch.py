@@ -1,0 +1,124 @@
+"""`python -m dflash_ext.bench launch`: host time per launch, per autograd call, per layout.
+
+A tiny problem, so that on CUDA the device is always ahead and the queue never fills; small batches
+are queued and the device is waited for outside the timing. On the CPU the operator computes in the
+same call, so its numbers include the (tiny) work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from dflash_ext.bench import tables
+from dflash_ext.bench.problem import make_problem
+from dflash_ext.bench.shapes import Shape
+from dflash_ext.bench.timing import Run, host_seconds, rounded
+from dflash_ext.errors import UserError
+from dflash_ext.ops import attention, layout
+from dflash_ext.record import save
+
+TINY = Shape("tiny", (64,), 4, 16, 4, 1, 128)
+BATCH = 20
+"""Calls between two synchronisations: at most 100 kernels, a tenth of CUDA's queue."""
+
+
+class Recorder:
+    """Stands for `dflash_ext._C` and remembers the calls that pass through it."""
+
+    def __init__(self, module: ModuleType, calls: list[tuple[str, Run]]) -> None:
+        self._module = module
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if not callable(found) or isinstance(found, type):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._calls.append((name, partial(found, *args, **kwargs)))
+            return found(*args, **kwargs)
+
+        return call
+
+
+@contextmanager
+def recorded(module: ModuleType) -> Iterator[list[tuple[str, Run]]]:
+    """The extension calls that `module` (one of dflash_ext.ops) makes inside the block.
+
+    They can be repeated as they are while the tensors they point to live, whichever kernels the
+    operator chose.
+    """
+    calls: list[tuple[str, Run]] = []
+    real = module._C
+    module._C = Recorder(real, calls)  # type: ignore[attr-defined]
+    try:
+        yield calls
+    finally:
+        module._C = real  # type: ignore[attr-defined]
+
+
+def launch_runs(device: str) -> tuple[dict[str, Run], list[Any]]:
+    """What is timed, and the tensors that the raw launches point to."""
+    problem = make_problem(TINY, device, torch.float32 if device == "cpu" else torch.bfloat16)
+    with recorded(layout) as layout_calls:
+        built = problem.build_layout()
+    forward = partial(attention.dflash_attention, *problem.leaves, built)
+    with recorded(attention) as forward_calls:
+        out = forward()
+    grad, one = torch.randn_like(out), torch.zeros(1, device=device)
+    runs: dict[str, Run] = {
+        "empty tensor": partial(torch.empty, 1, device=device),
+        "one-element add": lambda: one.add_(1),
+    }
+    for name, run in (*layout_calls, *forward_calls):
+        runs[f"raw call: {name}"] = run
+    runs["build_layout"] = problem.build_layout
+    runs["autograd forward"] = forward
+    runs["autograd forward + backward"] = lambda: torch.autograd.grad(
+        forward(), problem.leaves, grad
+    )
+    return runs, [problem, built, out]
+
+
+def measure(device: str, rounds: int) -> list[dict[str, Any]]:
+    """Median microseconds of one call over interleaved batches."""
+    runs, alive = launch_runs(device)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for round_index in range(rounds + 3):  # three rounds warm up
+        for name, run in runs.items():
+            took = host_seconds(run, device, BATCH)
+            if round_index >= 3:
+                times[name].append(took)
+    del alive
+    medians = {name: statistics.median(t) * 1e6 for name, t in times.items()}
+    add = medians["one-element add"]
+    return [
+        {"what": name, "microseconds": rounded(us), "over_add": rounded(us / add)}
+        for name, us in medians.items()
+    ]
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench launch")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
+    parser.add_argument("--rounds", type=int, default=200, help=f"batches of {BATCH} calls each")
+    parser.add_argument("--json", type=Path, default=None, help="where to keep the numbers")
+    args = parser.parse_args(argv)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
+    if args.rounds < 1:
+        raise UserError(f"--rounds {args.rounds}: expected at least 1")
+    rows = measure(device, args.rounds)
+    print(tables.launch_table(rows))
+    if args.json:
+        save(args.json, {"benchmark": "launch", "device": device, "rows": rows})

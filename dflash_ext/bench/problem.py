@@ -1,0 +1,123 @@
+"""One attention problem: random tensors, their layout, and how much of it is useful work.
+
+Useful FLOPs count visible pairs only: 4*D a pair and query head forward, 10*D backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dflash_ext.bench.shapes import Shape
+from dflash_ext.bench.timing import Run
+from dflash_ext.ops import attention as operator
+from dflash_ext.ops.attention import Tensors, dflash_attention
+from dflash_ext.ops.layout import AttentionLayout, build_layout
+
+FORWARD_FLOPS = 4
+BACKWARD_FLOPS = 10
+
+
+@dataclass(frozen=True)
+class Problem:
+    shape: Shape
+    leaves: Tensors
+    ctx_start: Tensor
+    ctx_end: Tensor
+
+    def build_layout(self) -> AttentionLayout:
+        return build_layout(
+            self.ctx_start,
+            self.ctx_end,
+            num_ctx=self.shape.T,
+            block_size=self.shape.B,
+            window=self.shape.window,
+            causal=self.shape.causal,
+        )
+
+
+def intervals(shape: Shape) -> tuple[Tensor, Tensor]:
+    """ctx_start, ctx_end, int32 [N] as training passes them: anchors uniform over the batch."""
+    g = torch.Generator().manual_seed(0)
+    starts = torch.tensor([0, *shape.documents]).cumsum(0)
+    anchors = torch.randperm(shape.T - 1, generator=g)[: shape.num_blocks].sort().values
+    document = torch.searchsorted(starts, anchors, right=True) - 1
+    return starts[document].int(), anchors.int()
+
+
+def random_leaves(shape: Shape, device: str, dtype: torch.dtype) -> Tensors:
+    rows = shape.num_blocks * shape.B
+    sizes = [(rows, shape.Hq), *[(shape.T, shape.Hkv)] * 2, *[(rows, shape.Hkv)] * 2]
+    return Tensors(
+        *(
+            torch.randn(r, h, shape.D, device=device, dtype=dtype, requires_grad=True)
+            for r, h in sizes
+        )
+    )
+
+
+def make_problem(shape: Shape, device: str, dtype: torch.dtype) -> Problem:
+    start, end = intervals(shape)
+    return Problem(shape, random_leaves(shape, device, dtype), start.to(device), end.to(device))
+
+
+def useful_pairs(layout: AttentionLayout) -> int:
+    """Visible (query, key) pairs per query head; a window counts slot by slot."""
+    B, start, end = layout.block_size, layout.ctx_start.long(), layout.ctx_end.long()
+    context = (end - start).clamp(min=0)[:, None].expand(-1, B)
+    if layout.window is not None:
+        slot = torch.arange(B, device=start.device)
+        context = context.minimum((layout.window - 1 - slot).clamp(min=0))
+    own = B * (B + 1) // 2 if layout.causal else B * B
+    return int(context.sum()) + int((start <= end).sum()) * own
+
+
+def without_window(problem: Problem) -> Problem:
+    """The same tensors with (nearly) the same visible pairs, and no window or causality.
+
+    Every interval is cut to the length at which B full rows and a full own block hold as many pairs
+    as a block whose window is full.
+    """
+    B, window = problem.shape.B, problem.shape.window
+    plain = replace(problem, shape=replace(problem.shape, window=None, causal=False))
+    if window is None:
+        return plain
+    own = B * (B + 1) // 2 if problem.shape.causal else B * B
+    full = sum(max(window - 1 - slot, 0) for slot in range(B)) + own
+    length = max(round((full - B * B) / B), 0)
+    start = torch.maximum(problem.ctx_start, problem.ctx_end - length)
+    return replace(plain, ctx_start=start)
+
+
+def gradient_run(out: Tensor, leaves: Sequence[Tensor]) -> Run:
+    grad = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def operator_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
+    """The operator's three parts as a training step calls them."""
+    forward = partial(dflash_attention, *problem.leaves, layout)
+    return {
+        "fwd": forward,
+        "bwd": gradient_run(forward(), problem.leaves),
+        "layout": problem.build_layout,
+    }
+
+
+def forced_runs(problem: Problem, layout: AttentionLayout, path: str) -> dict[str, Run]:
+    """Forward and backward through one kernel path, whatever the operator would choose."""
+
+    def under(run: Run) -> Run:
+        def forced() -> object:
+            with operator.forced_path(path):
+                return run()
+
+        return forced
+
+    forward = under(partial(dflash_attention, *problem.leaves, layout))
+    backward = gradient_run(forward(), problem.leaves)
+    return {f"{path} fwd": forward, f"{path} bwd": under(backward)}

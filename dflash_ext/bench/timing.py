@@ -1,0 +1,106 @@
+"""Clocks of the benchmarks: device time without the host in it, and host time without the device.
+
+Contestants are timed in bursts, in interleaved rounds of random order, and medians are reported: a
+power-limited card runs faster or slower with what ran before.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Run = Callable[[], Any]
+
+MIN_REPEATS, MAX_REPEATS = 3, 50  # 50 calls of a few kernels each stay below CUDA's queue of 1,024
+HEAD_START = 2_000_000  # cycles, about 1 ms
+LONGEST_HEAD_START = 2_000_000_000
+
+
+@dataclass
+class Contestant:
+    """`run`, timed over `repeats` back-to-back calls on `device`."""
+
+    run: Run
+    device: str
+    repeats: int = 1
+    head_start: int = HEAD_START
+
+    def seconds(self) -> float:
+        """Mean seconds of one call in one burst.
+
+        On CUDA this is device time: the device spins until the whole burst is in its queue, so the
+        events around the burst cannot see the host. That it still spun when the last call was
+        queued is checked; if not, the burst is repeated with twice the head start. Torch's events
+        time a burst rather than a call because an event costs a few microseconds itself.
+        """
+        if self.device != "cuda":
+            started = time.perf_counter()
+            for _ in range(self.repeats):
+                self.run()
+            return (time.perf_counter() - started) / self.repeats
+        while self.head_start <= LONGEST_HEAD_START:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(self.head_start)
+            begin.record()
+            for _ in range(self.repeats):
+                self.run()
+            host_was_ahead = not begin.query()
+            end.record()
+            end.synchronize()
+            if host_was_ahead:
+                return begin.elapsed_time(end) / 1e3 / self.repeats
+            self.head_start *= 2
+        raise RuntimeError("this call waits for the device: its device time cannot be told apart")
+
+
+def warmed_up(run: Run, device: str, burst: float) -> Contestant:
+    """A contestant that has run, with as many repeats as fill `burst` seconds (CPU: one)."""
+    run()
+    contestant = Contestant(run, device)
+    if device == "cuda":
+        contestant.repeats = MIN_REPEATS
+        wanted = math.ceil(burst / contestant.seconds())
+        contestant.repeats = min(max(wanted, MIN_REPEATS), MAX_REPEATS)
+    return contestant
+
+
+def interleaved(
+    runs: Mapping[str, Run], device: str, rounds: int, burst: float = 0.0
+) -> dict[str, float]:
+    """Median seconds of one call of each contestant over `rounds` interleaved rounds."""
+    contestants = {name: warmed_up(run, device, burst) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order, shuffle = list(runs), random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)  # nobody always follows the one that heats the card most
+        for name in order:
+            times[name].append(contestants[name].seconds())
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def synchronise(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def host_seconds(run: Run, device: str, repeats: int) -> float:
+    """Mean seconds the host spends in one call; on CUDA the queue is emptied outside the timing."""
+    synchronise(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    took = time.perf_counter() - started
+    synchronise(device)
+    return took / repeats
+
+
+def rounded(x: float) -> float:
+    """Four significant digits: what a kept result needs, and no more."""
+    return float(f"{x:.4g}")
