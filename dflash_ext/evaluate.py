@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from dflash_ext.data.chat import SkipRow, render
 from dflash_ext.data.prompts import load_prompts
 from dflash_ext.data.registry import smollm2_dir
+from dflash_ext.data.rows import SkipRow
+from dflash_ext.data.templates import render
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError, run_cli
 from dflash_ext.export import CONFIG, WEIGHTS, load_export

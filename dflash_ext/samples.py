@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dflash_ext.config import TrainConfig
-from dflash_ext.data.chat import prepared_store
+from dflash_ext.data.jsonl import prepared_store
 from dflash_ext.data.store import TokenStore, split_indices
 from dflash_ext.data.synthesis import synthesized_store
 from dflash_ext.errors import UserError

@@ -5,13 +5,9 @@ import json
 import pytest
 from data_fixtures import CHATML, FAMILIES, LLAMA3, MISTRAL, THINKING, make_tokenizer
 
-from dflash_ext.data.chat import (
-    PrepareReport,
-    SkipRow,
-    encode_conversation,
-    prepare_jsonl,
-    prepared_store,
-)
+from dflash_ext.data.encode import encode_row
+from dflash_ext.data.jsonl import PrepareReport, prepare_jsonl, prepared_store
+from dflash_ext.data.rows import ChatOptions, SkipRow
 from dflash_ext.data.store import TokenStore
 from dflash_ext.errors import UserError
 
@@ -35,8 +31,12 @@ def family(request):
     return request.param, make_tokenizer(template), end
 
 
+def encode(tokenizer, messages, **options):
+    return encode_row(tokenizer, {"messages": messages}, ChatOptions(**options))
+
+
 def supervised(tokenizer, row):
-    return tokenizer.decode([i for i, m in zip(row.ids, row.mask) if m])
+    return tokenizer.decode(row.ids[row.mask])
 
 
 def trimmed(name, text):
@@ -47,30 +47,30 @@ def trimmed(name, text):
 def test_supervised_is_the_answer_and_its_end(family, answer):
     name, tokenizer, end = family
     messages = [user("What is it?"), assistant(answer)]
-    (row,) = encode_conversation(tokenizer, messages, max_length=512)
+    (row,) = encode(tokenizer, messages, max_length=512)
     # Mistral's template puts a space behind the prompt, which the model therefore has to write.
     lead = " " if name == "mistral" else ""
     assert supervised(tokenizer, row) == lead + trimmed(name, answer) + end
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert row.ids == tokenizer(whole, add_special_tokens=False).input_ids
-    first = row.mask.index(True)
-    assert all(row.mask[first : first + sum(row.mask)])  # one run, nothing behind it
+    assert row.ids.tolist() == tokenizer(whole, add_special_tokens=False).input_ids
+    first = row.mask.argmax()
+    assert all(row.mask[first : first + row.mask.sum()])  # one run, nothing behind it
 
 
 def test_what_comes_before_the_answer_is_the_prompt(family):
     name, tokenizer, _ = family
     messages = [user("What is it?"), assistant("Hello there!")]
-    (row,) = encode_conversation(tokenizer, messages, max_length=512)
+    (row,) = encode(tokenizer, messages, max_length=512)
     prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     if name in REWRITING:  # an answer without thinking follows an empty, unsupervised block
         prompt = prompt.removesuffix("<think>\n") + "<think>\n\n</think>\n\n"
-    assert tokenizer.decode(row.ids[: row.mask.index(True)]) == prompt
+    assert tokenizer.decode(row.ids[: row.mask.argmax()]) == prompt
 
 
 def test_several_turns(family):
     name, tokenizer, end = family
     messages = [user("a"), assistant("first"), user("b"), assistant("second"), user("unanswered")]
-    rows = encode_conversation(tokenizer, messages, max_length=512)
+    rows = encode(tokenizer, messages, max_length=512)
     lead = " " if name == "mistral" else ""
     if name in REWRITING:
         # An earlier answer is rendered without its think block: each turn is its own sample.
@@ -92,7 +92,7 @@ def test_thinking_is_supervised_but_empty_blocks_are_not(name, inline):
     else:
         thought = assistant("second", reasoning_content="hm, yes")
     messages = [user("a"), assistant("first"), user("b"), thought]
-    rows = encode_conversation(tokenizer, messages, max_length=512)
+    rows = encode(tokenizer, messages, max_length=512)
     opening = "" if name == "open_thinking" else "<think>\n"  # there the prompt contains it
     assert [supervised(tokenizer, row) for row in rows] == [
         "first<|im_end|>",
@@ -106,9 +106,9 @@ def test_default_system_prompt_is_context(family):
         "{% endif %}" + CHATML
     )
     tokenizer = make_tokenizer(template)
-    (row,) = encode_conversation(tokenizer, GOOD, max_length=512)
+    (row,) = encode(tokenizer, GOOD, max_length=512)
     assert supervised(tokenizer, row) == "Hello!<|im_end|>"
-    assert "Be kind." in tokenizer.decode(row.ids[: row.mask.index(True)])
+    assert "Be kind." in tokenizer.decode(row.ids[: row.mask.argmax()])
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,11 @@ def test_templates_that_cannot_be_masked_are_refused(template, reason):
     tokenizer = make_tokenizer(template)
     messages = [user("hi there"), assistant("Hello Hello!")]
     if reason is None:
-        (row,) = encode_conversation(tokenizer, messages, max_length=512)
+        (row,) = encode(tokenizer, messages, max_length=512)
         assert supervised(tokenizer, row) == "\nHello Hello!<|im_end|>"
         return
     with pytest.raises(SkipRow, match=reason):
-        encode_conversation(tokenizer, messages, max_length=512)
+        encode(tokenizer, messages, max_length=512)
 
 
 def test_a_token_across_the_border_is_refused():
@@ -146,7 +146,7 @@ def test_a_token_across_the_border_is_refused():
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert "ĊĊ" in tokenizer.tokenize(text.partition("assistant")[2], add_special_tokens=False)
     with pytest.raises(SkipRow, match="crosses the border"):
-        encode_conversation(tokenizer, messages, max_length=512)
+        encode(tokenizer, messages, max_length=512)
 
 
 MALFORMED = {
@@ -156,7 +156,10 @@ MALFORMED = {
     "roles do not alternate": [user("a"), user("b")],
     "unknown role": [{"role": "robot", "content": "a"}, assistant("b")],
     "content is null": [user("a"), assistant(None)],
-    "content is a list of parts": [user([{"type": "text", "text": "a"}]), assistant("b")],
+    "content has a part that is not text": [
+        user([{"type": "image", "image": "x"}]),
+        assistant("b"),
+    ],
 }
 SURROGATE = "half a smile \ud83d"  # json.dumps writes it as legal, pure ASCII JSON
 MORE_MALFORMED = {
@@ -167,7 +170,7 @@ MORE_MALFORMED = {
     "content is not a string": [user(3), assistant("b")],
     "no assistant turn": [user("a")],
     "system message is not the first": [user("a"), {"role": "system", "content": "s"}],
-    "tool calls are not supported": [user("a"), assistant(None, tool_calls=[{"id": 1}])],
+    "tool call has no function name": [user("a"), assistant(None, tool_calls=[{"id": 1}])],
 }
 
 
@@ -198,16 +201,21 @@ def test_each_malformed_row_has_its_own_reason(tmp_path, cases):
 )
 def test_a_lone_surrogate_anywhere_is_a_reason(messages):
     with pytest.raises(SkipRow, match="text is not UTF-8"):
-        encode_conversation(make_tokenizer(CHATML), messages, max_length=64)
+        encode(make_tokenizer(CHATML), messages, max_length=64)
 
 
 def test_lines_that_are_no_conversations(tmp_path):
     data = tmp_path / "d.jsonl"
     good = json.dumps({"messages": GOOD}).encode()
-    lines = [b"{", b"\xff\xfe", b"[]", b'{"text": "a"}', b"", b"[" * 100_000, good]
+    lines = [b"{", b"\xff\xfe", b"[]", b'{"txt": "a"}', b"", b"[" * 100_000, good]
     data.write_bytes(b"\n".join(lines))
     report = prepare_jsonl(data, make_tokenizer(CHATML), tmp_path / "s", max_length=64)
-    assert report.skipped == {"not JSON": 2, "not UTF-8": 1, "no messages field": 2}
+    assert report.skipped == {
+        "not JSON": 2,
+        "not UTF-8": 1,
+        "messages is empty": 1,
+        "row has no known columns": 1,
+    }
     assert report.rows == report.trained + sum(report.skipped.values()) == 6
     assert report.examples["not UTF-8"] == "line 2"
 
@@ -240,13 +248,14 @@ def test_store_holds_every_sample_of_fanned_out_rows(tmp_path):
 
 def test_truncation_keeps_a_prefix_or_skips():
     tokenizer = make_tokenizer(CHATML)
-    (whole,) = encode_conversation(tokenizer, GOOD, max_length=512)
-    first = whole.mask.index(True)
-    (cut,) = encode_conversation(tokenizer, GOOD, max_length=first + 2)
-    assert (cut.ids, cut.mask) == (whole.ids[: first + 2], whole.mask[: first + 2])
+    (whole,) = encode(tokenizer, GOOD, max_length=512)
+    first = whole.mask.argmax()
+    (cut,) = encode(tokenizer, GOOD, max_length=first + 2)
+    assert cut.ids.tolist() == whole.ids[: first + 2].tolist()
+    assert cut.mask.tolist() == whole.mask[: first + 2].tolist()
     for length in (first, first + 1):  # nothing, and one token: no anchor has a label
         with pytest.raises(SkipRow, match="too few supervised tokens"):
-            encode_conversation(tokenizer, GOOD, max_length=length)
+            encode(tokenizer, GOOD, max_length=length)
 
 
 def test_tokenizers_without_template_or_offsets(tmp_path):
@@ -263,7 +272,7 @@ def test_tokenizers_without_template_or_offsets(tmp_path):
         chat_template, is_fast, name_or_path = CHATML, False, "some/slow"
 
     with pytest.raises(UserError, match="some/slow reports no character offsets"):
-        encode_conversation(Slow(), GOOD, max_length=64)
+        encode(Slow(), GOOD, max_length=64)
 
 
 def test_data_file_and_options_are_checked(tmp_path):

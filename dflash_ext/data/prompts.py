@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_ext.data.chat import is_utf8
+from dflash_ext.data.formats import is_utf8
 from dflash_ext.data.registry import fetch, read_member
 from dflash_ext.errors import UserError
 
@@ -99,7 +99,7 @@ def _json_prompt(line: str, where: str) -> Messages:
             f"{where}: expected a string `prompt` or a list `messages` of role, content"
         )
     assert isinstance(messages, list)
-    if not all(map(is_utf8, messages)):
+    if not all(is_utf8(v) for m in messages for v in m.values() if isinstance(v, str)):
         raise UserError(f"{where}: the text is not UTF-8, it holds a lone surrogate")
     # What follows the last user turn is an answer, which is the model's to write.
     turns = [i for i, message in enumerate(messages) if message["role"] == "user"]

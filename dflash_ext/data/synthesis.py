@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, DynamicLayer
 
-from dflash_ext.data import chat, store
-from dflash_ext.data.chat import SENTINEL, SkipRow, check_tokenizer, end_of_turn, render
+from dflash_ext.data import store
+from dflash_ext.data.encode import identity
+from dflash_ext.data.rows import ChatOptions, SkipRow
 from dflash_ext.data.store import StoreWriter, TokenStore, cache_key, cached_store, code_version
+from dflash_ext.data.templates import SENTINEL, check_tokenizer, end_of_turn, render
 from dflash_ext.errors import UserError
 from dflash_ext.target import cache_argument
 
@@ -379,9 +381,9 @@ def synthesized_store(
     parts = {
         "model": model_identity(model),
         "options": options,
-        "code": code_version(__file__, chat.__file__, store.__file__),
+        "code": code_version(__file__, store.__file__),
         "torch": torch.__version__,
-        **chat.tokenizer_identity(tokenizer),
+        "tokenizer": identity(tokenizer, ChatOptions()),
     }
 
     def build(path: Path) -> None:
