@@ -23,14 +23,11 @@ os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # byte-reproducible images, 2-4x s
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
-from dflash_kernels.variants import (
-    TYPES,
-    Variant,
-    check_signature,
-    kernel_named,
-    unit_variants,
-)
+from dflash_kernels.spec import TYPES, Argument, Computed, TensorMap, VectorMap, check_signature
+from dflash_kernels.variants import Variant, kernel_named, unit_variants
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Appended by Triton to every kernel: global and profile scratch, both unused here.
@@ -51,25 +48,49 @@ def compile_variant(variant: Variant) -> Any:
         if name in constants:
             signature[name] = "constexpr"
             continue
-        triton_type, _, _, divisible = TYPES[kernel.arguments[name]]
-        signature[name] = triton_type
-        if divisible:
+        kind = kernel.arguments[name]
+        signature[name] = signature_type(kind, constants)
+        if isinstance(kind, str) and TYPES[kind][3]:
             promises[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel.fn, signature, constants, promises)
+    source = (GluonASTSource if kernel.only_sm else ASTSource)(
+        kernel.fn, signature, constants, promises
+    )
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", variant.sm, 32), options=options)
+
+
+def signature_type(kind: Argument, constants: dict[str, Any]) -> str:
+    """The type as Triton's signature spells it."""
+    if isinstance(kind, TensorMap):
+        block = [constants[n] if isinstance(n, str) else n for n in kind.block]
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+        return f"tensordesc<bf16{block},{layout!r}>"
+    if isinstance(kind, VectorMap):
+        layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+        return f"tensordesc<fp32[{kind.box}],{layout!r}>"
+    return "i32" if isinstance(kind, Computed) else TYPES[kind][0]
+
+
+def passed_parameters(kind: Argument) -> list[str]:
+    """PTX parameters of one argument: a map is 128 bytes, its extents (i32) and strides (i64)."""
+    if isinstance(kind, (TensorMap, VectorMap)):
+        rank = 3 if isinstance(kind, TensorMap) else 1
+        return ["u8[128]", *["u32"] * rank, *["u64"] * rank]
+    return ["u32" if isinstance(kind, Computed) else TYPES[kind][2]]
 
 
 def ptx_parameters(ptx: str) -> list[str]:
     """Types of the entry's parameters in order, integers and pointers by width only."""
     entry = ptx[ptx.index(".visible .entry") :]
-    declared = re.findall(r"\.param \.(\w+)", entry[: entry.index("{")])
-    return [re.sub(r"^[bs](\d+)$", r"u\1", kind) for kind in declared]
+    pattern = r"\.param (?:\.align \d+ )?\.(\w+)(?: \.ptr[^,\n]*)? \w+(\[\d+\])?"
+    declared = re.findall(pattern, entry[: entry.index("{")])
+    return [re.sub(r"^[bs](\d+)$", r"u\1", kind) + count for kind, count in declared]
 
 
 def abi_gate(variant: Variant, ptx: str) -> None:
     """The generated C++ launcher passes exactly these parameters, in this order."""
-    expected = [TYPES[kind][2] for kind in variant.kernel.arguments.values()] + SCRATCH_PARAMETERS
+    expected = [p for kind in variant.kernel.arguments.values() for p in passed_parameters(kind)]
+    expected += SCRATCH_PARAMETERS
     found = ptx_parameters(ptx)
     # PTX writes a float parameter as .f32 or, like any 4-byte value, as .b32.
     same = len(expected) == len(found) and all(

@@ -2,15 +2,18 @@
 
 A variant is (kernel, head_dim, architecture). B, the GQA ratio, windows and in-block causality are
 run time arguments, so a head_dim costs three images per architecture and nothing else multiplies.
+The Hopper kernels beside them (hopper_variants.py) exist for sm_90 alone.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dflash_kernels import attention, layout
+from dflash_kernels.hopper_variants import HOPPER_KERNELS
+from dflash_kernels.spec import Argument, Kernel, pointers
 
 HEAD_DIMS = (64, 128, 256)
 DEFAULT_ARCHITECTURES = (80, 86, 90, 100, 120)
@@ -28,56 +31,14 @@ SHARED_MEMORY_LIMIT = {
     120: SMALL,
 }
 
-# Spec type -> (Triton type, C++ type, PTX parameter type, promise of divisibility by 16).
-# Strides are multiples of 16 elements: the wrapper checks it, and without the promise Triton would
-# copy element by element. Counts such as N and T promise nothing.
-TYPES = {
-    "bf16*": ("*bf16", "uint64_t", "u64", True),
-    "f32*": ("*fp32", "uint64_t", "u64", True),
-    "i32*": ("*i32", "uint64_t", "u64", True),
-    "stride": ("i32", "int32_t", "u32", True),
-    "i32": ("i32", "int32_t", "u32", False),
-    "f32": ("fp32", "float", "f32", False),
-}
-
-_STRIDES = {
+_STRIDES: dict[str, Argument] = {
     f"{name}_{axis}": "stride"
     for name in ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
     for axis in ("row", "head")
 }
-_SIZES = dict.fromkeys(
+_SIZES: dict[str, Argument] = dict.fromkeys(
     ("num_blocks", "num_ctx", "num_kv_heads", "B", "G", "window", "causal"), "i32"
 )
-
-
-def _pointers(names: str, kind: str) -> dict[str, str]:
-    return {f"{name}_ptr": kind for name in names.split()}
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One Triton function: its launch arguments in order, its grid, and its tile choices."""
-
-    name: str
-    fn: Any
-    arguments: dict[str, str]
-    """Argument name -> key of TYPES, in the order of the Triton function."""
-    grid: str
-    """C++ expression over the argument names and `tile` (int64) for the number of programs."""
-    tile: str
-    """The constexpr that `grid` calls `tile`."""
-    choices: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """head_dim -> constexprs and num_warps; 0 stands for a kernel without a head_dim."""
-    small: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Replacements where a thread block has 99 KiB of shared memory (sm_86, 89, 120, and PTX)."""
-
-    def constants(self, head_dim: int, small: bool) -> dict[str, Any]:
-        chosen = dict(self.choices[head_dim])
-        if small:
-            chosen |= self.small.get(head_dim, {})
-        if head_dim:
-            chosen["D"] = head_dim
-        return chosen
 
 
 # KEY_TILE is fixed for every architecture because the layout's `ranges` are counted in it.
@@ -87,9 +48,9 @@ KERNELS = (
     Kernel(
         name="attention_fwd",
         fn=attention.attention_fwd_kernel,
-        arguments=_pointers("q k_ctx v_ctx k_blk v_blk out", "bf16*")
-        | _pointers("lse", "f32*")
-        | _pointers("ctx_start ctx_end doc_first doc_last", "i32*")
+        arguments=pointers("q k_ctx v_ctx k_blk v_blk out", "bf16*")
+        | pointers("lse", "f32*")
+        | pointers("ctx_start ctx_end doc_first doc_last", "i32*")
         | _STRIDES
         | _SIZES
         | {"scale_log2": "f32"},
@@ -107,10 +68,10 @@ KERNELS = (
     Kernel(
         name="attention_bwd_dq",
         fn=attention.attention_bwd_dq_kernel,
-        arguments=_pointers("q k_ctx v_ctx k_blk v_blk out dout", "bf16*")
-        | _pointers("lse delta", "f32*")
-        | _pointers("dq", "bf16*")
-        | _pointers("ctx_start ctx_end doc_first doc_last", "i32*")
+        arguments=pointers("q k_ctx v_ctx k_blk v_blk out dout", "bf16*")
+        | pointers("lse delta", "f32*")
+        | pointers("dq", "bf16*")
+        | pointers("ctx_start ctx_end doc_first doc_last", "i32*")
         | _STRIDES
         | _SIZES
         | {"scale_log2": "f32", "scale": "f32"},
@@ -128,10 +89,10 @@ KERNELS = (
     Kernel(
         name="attention_bwd_dkv",
         fn=attention.attention_bwd_dkv_kernel,
-        arguments=_pointers("q k_ctx v_ctx k_blk v_blk dout", "bf16*")
-        | _pointers("lse delta", "f32*")
-        | _pointers("dk_ctx dv_ctx dk_blk dv_blk", "bf16*")
-        | _pointers("ctx_start ctx_end ranges", "i32*")
+        arguments=pointers("q k_ctx v_ctx k_blk v_blk dout", "bf16*")
+        | pointers("lse delta", "f32*")
+        | pointers("dk_ctx dv_ctx dk_blk dv_blk", "bf16*")
+        | pointers("ctx_start ctx_end ranges", "i32*")
         | _STRIDES
         | _SIZES
         | {"scale_log2": "f32", "scale": "f32"},
@@ -149,12 +110,13 @@ KERNELS = (
     Kernel(
         name="attention_layout",
         fn=layout.attention_layout_kernel,
-        arguments=_pointers("ctx_start ctx_end ranges doc_first doc_last", "i32*")
+        arguments=pointers("ctx_start ctx_end ranges doc_first doc_last", "i32*")
         | dict.fromkeys(("num_blocks", "num_ctx", "B", "window"), "i32"),
         grid=f"ceil_div(num_ctx, {KEY_TILE}) + ceil_div(num_blocks, tile)",
         tile="GROUP",
         choices={0: dict(BN=KEY_TILE, GROUP=32, CHUNK=1024, num_warps=4)},
     ),
+    *HOPPER_KERNELS,
 )
 
 
@@ -196,8 +158,9 @@ def units() -> list[tuple[str, int]]:
 def unit_variants(name: str, head_dim: int, architectures: tuple[int, ...]) -> list[Variant]:
     """What one compile job makes: an image per architecture, and the fallback PTX with sm_80."""
     kernel = kernel_named(name)
-    made = [Variant(kernel, head_dim, sm) for sm in architectures]
-    if FALLBACK_PTX in architectures:
+    own = [sm for sm in architectures if kernel.only_sm in (0, sm)]
+    made = [Variant(kernel, head_dim, sm) for sm in own]
+    if FALLBACK_PTX in own:
         made.append(Variant(kernel, head_dim, FALLBACK_PTX, ptx=True))
     return made
 
@@ -215,11 +178,3 @@ def parse_architectures(text: str | None) -> tuple[int, ...]:
     if not chosen <= {str(sm) for sm in known}:
         raise ValueError(f"DFLASH_SM={text!r}: expected a list of {known}")
     return tuple(sorted(int(sm) for sm in chosen))
-
-
-def check_signature(kernel: Kernel) -> None:
-    """The declared arguments must be the Triton function's own, in order."""
-    constexprs = set(next(iter(kernel.choices.values()))) | {"D"}
-    names = [n for n in kernel.fn.arg_names if n not in constexprs]
-    if names != list(kernel.arguments):
-        raise ValueError(f"{kernel.name}: declared {list(kernel.arguments)}, function has {names}")

@@ -1,0 +1,739 @@
+"""DFlash attention backward on Hopper: dQ, then dK/dV; see hopper.py for the structure.
+
+Both recompute P from the forward's lse, so seven products are executed for the five that count; in
+return nothing is accumulated across programs and every result is reproducible to the bit. dQ also
+writes delta = rowsum(out * dout), which dK/dV reads on the same stream.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dflash_kernels.hopper import (
+    CONSUMERS,
+    HALF,
+    TILE,
+    Blocks,
+    draw_item,
+    load_keys,
+    load_own,
+    new_items,
+    new_ring,
+)
+
+
+@gluon.jit
+def _scores(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Start a b^T, both in shared memory with D as their second dimension."""
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _load_for_dq(
+    q_map,
+    dout_map,
+    out_map,
+    k_own_map,
+    v_own_map,
+    k_ctx_map,
+    v_ctx_map,
+    items,
+    q_sm,
+    do_sm,
+    k_ring,
+    v_ring,
+    blocks,
+    counter_ptr,
+    doc_first_ptr,
+    doc_last_ptr,
+    num_items,
+    num_kv_heads,
+    D: gl.constexpr,
+    BN: gl.constexpr,
+    OWN: gl.constexpr,
+):
+    position = 0
+    r = 0
+    item = gl.program_id(0)
+    while item < num_items:
+        next_item = draw_item(counter_ptr)
+        kv_head = item % num_kv_heads
+        t = blocks.tile_in_document_order(item // num_kv_heads, doc_first_ptr, doc_last_ptr)
+        lo, hi = blocks.tile_interval(t)
+        items.wait_empty(r)
+        items.write(r, 0, item)
+        items.write(r, 1, t)
+        items.write(r, 2, lo)
+        items.write(r, 3, hi)
+        items.announce(r, 2 * TILE * D * 2)
+        full = items.full.index(r & 1)
+        head = kv_head << blocks.log_g
+        for g in gl.static_range(CONSUMERS):
+            rows_from = [blocks.first_token(t, g), head, 0]
+            at = (r & 1) * CONSUMERS + g
+            tma.async_copy_global_to_shared(q_map, rows_from, full, q_sm.index(at))
+            tma.async_copy_global_to_shared(dout_map, rows_from, full, do_sm.index(at))
+        # The two halves of `out` pass through one slot of either ring, only to give delta.
+        for g in gl.static_range(CONSUMERS):
+            ring = k_ring if g == 0 else v_ring
+            ring.wait_empty(position)
+            full = ring.full_barrier(position)
+            mbarrier.expect(full, HALF * D * 2)
+            slot = ring.slot(position)._reinterpret(gl.bfloat16, [16, 4, D], out_map.layout)
+            tma.async_copy_global_to_shared(
+                out_map, [blocks.first_token(t, g), head, 0], full, slot
+            )
+        position += 1
+        for first in gl.static_range(
+            0, CONSUMERS, BN // OWN if BN // OWN < CONSUMERS else CONSUMERS
+        ):
+            load_own(k_own_map, k_ring, position, blocks, t, kv_head, first, BN, OWN, D)
+            load_own(v_own_map, v_ring, position, blocks, t, kv_head, first, BN, OWN, D)
+            position += 1
+        for n in range(lo, hi, BN):
+            load_keys(k_ctx_map, k_ring, position, n, kv_head, BN, D)
+            load_keys(v_ctx_map, v_ring, position, n, kv_head, BN, D)
+            position += 1
+        item = next_item
+        r += 1
+    items.end(r)
+
+
+@gluon.jit
+def _delta(out, dout, D: gl.constexpr):
+    """fp32 [64]: rowsum(out * dout) of two tiles in shared memory, in the layout of wide loads."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [128 // D * 2, D // 8], [4, 1], [1, 0])
+    return gl.sum(out.load(WIDE).to(gl.float32) * dout.load(WIDE).to(gl.float32), 1)
+
+
+@gluon.jit
+def _probability(
+    s, n, lse, lower, end, full_lo, full_hi, scale_log2, BN: gl.constexpr, S: gl.constexpr
+):
+    """P of a context tile starting at n, exactly 0 where a row does not see the key."""
+    p = gl.exp2(s * scale_log2 - lse[:, None])
+    if (n < full_lo) | (n + BN > full_hi):
+        key = n + gl.arange(0, BN, layout=gl.SliceLayout(0, S))
+        p = gl.where((key[None, :] >= lower[:, None]) & (key[None, :] < end[:, None]), p, 0.0)
+    return p
+
+
+@gluon.jit
+def _differentiate_q(
+    dq_map,
+    lse_ptr,
+    delta_ptr,
+    items,
+    q_sm,
+    do_sm,
+    k_ring,
+    v_ring,
+    blocks,
+    num_kv_heads,
+    scale_log2,
+    scale,
+    WG: gl.constexpr,
+    D: gl.constexpr,
+    BN: gl.constexpr,
+    OWN: gl.constexpr,
+):
+    OWN_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
+    OWN_ROW: gl.constexpr = gl.SliceLayout(1, OWN_S)
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    # Own keys of both consumers share a slot where they fit, else each has one.
+    OWN_SLOTS: gl.constexpr = 2 * OWN // BN if 2 * OWN > BN else 1
+    OWN_SHAPE: gl.constexpr = [CONSUMERS // OWN_SLOTS, OWN, D]
+    num_rows = blocks.num_rows()
+    base = 0
+    r = 0
+    item = items.take(0)
+    while item >= 0:
+        t = items.read(r, 1)
+        lo = items.read(r, 2)
+        hi = items.read(r, 3)
+        kv_head = item % num_kv_heads
+        tiles = (hi - lo + BN - 1) // BN
+        first = base + 1 + OWN_SLOTS  # ring position of the first context tile
+        at = (r & 1) * CONSUMERS + WG
+        q = q_sm.index(at).reshape([HALF, D])
+        do = do_sm.index(at).reshape([HALF, D])
+        row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=ROW)
+        row_at = kv_head.to(gl.int64) * num_rows + row
+        lse = gl.load(lse_ptr + row_at, mask=row < num_rows, other=float("inf"))
+        full_lo, full_hi = blocks.full_interval(t, WG)
+        token, block, lower, end = blocks.rows(row)
+
+        mine = k_ring if WG == 0 else v_ring
+        other = v_ring if WG == 0 else k_ring
+        mine.wait_full(base)
+        delta = _delta(mine.slot(base)._reinterpret(gl.bfloat16, [HALF, D], FLAT), do, D)
+        delta = gl.convert_layout(delta, ROW)
+        mine.release(base)
+        other.skip(base)
+        gl.store(delta_ptr + row_at, delta, mask=row < num_rows)
+
+        own = base + 1 + (WG if OWN_SLOTS == CONSUMERS else 0)
+        IN_SLOT: gl.constexpr = WG if OWN_SLOTS == 1 else 0
+        if OWN_SLOTS == CONSUMERS and WG == 1:
+            k_ring.skip(base + 1)
+            v_ring.skip(base + 1)
+        k_ring.wait_full(own)
+        v_ring.wait_full(own)
+        own_k = k_ring.slot(own)._reinterpret(gl.bfloat16, OWN_SHAPE, FLAT).index(IN_SLOT)
+        own_v = v_ring.slot(own)._reinterpret(gl.bfloat16, OWN_SHAPE, FLAT).index(IN_SLOT)
+        own_s_token = _scores(q, own_k, HALF, OWN, OWN_S)
+        own_dp_token = _scores(do, own_v, HALF, OWN, OWN_S)
+        own_key = blocks.first_own_key(t, WG) + gl.arange(0, OWN, layout=gl.SliceLayout(0, OWN_S))
+        visible = blocks.own_visible(
+            own_key, gl.convert_layout(token, OWN_ROW), gl.convert_layout(block, OWN_ROW)
+        )
+        own_s, own_dp = warpgroup_mma_wait(0, deps=(own_s_token, own_dp_token))
+        v_ring.release(own)
+        own_p = gl.exp2(own_s * scale_log2 - gl.convert_layout(lse, OWN_ROW)[:, None])
+        own_p = gl.where(visible, own_p, 0.0)
+        own_ds = own_p * (own_dp - gl.convert_layout(delta, OWN_ROW)[:, None])
+        acc_token = warpgroup_mma(
+            gl.convert_layout(own_ds.to(gl.bfloat16), P),
+            own_k,
+            gl.zeros([HALF, D], gl.float32, O),
+            use_acc=False,
+            is_async=True,
+        )
+        k_ring.wait_full(first)
+        s_token = _scores(q, k_ring.slot(first).reshape([BN, D]), HALF, BN, S)
+        s, acc = warpgroup_mma_wait(0, deps=(s_token, acc_token))
+        k_ring.release(own)
+        if OWN_SLOTS == CONSUMERS and WG == 0:
+            k_ring.skip(base + 2)
+            v_ring.skip(base + 2)
+        items.release_previous(r)
+
+        for j in range(0, tiles - 1):
+            v_ring.wait_full(first + j)
+            dp_token = _scores(do, v_ring.slot(first + j).reshape([BN, D]), HALF, BN, S)
+            p = _probability(s, lo + j * BN, lse, lower, end, full_lo, full_hi, scale_log2, BN, S)
+            dp = warpgroup_mma_wait(0, deps=(dp_token,))
+            v_ring.release(first + j)
+            ds = gl.convert_layout((p * (dp - delta[:, None])).to(gl.bfloat16), P)
+            k_ring.wait_full(first + j + 1)
+            s_token = _scores(q, k_ring.slot(first + j + 1).reshape([BN, D]), HALF, BN, S)
+            acc_token = warpgroup_mma(
+                ds, k_ring.slot(first + j).reshape([BN, D]), acc, is_async=True
+            )
+            s, acc = warpgroup_mma_wait(0, deps=(s_token, acc_token))
+            k_ring.release(first + j)
+        last = first + tiles - 1
+        v_ring.wait_full(last)
+        dp_token = _scores(do, v_ring.slot(last).reshape([BN, D]), HALF, BN, S)
+        p = _probability(
+            s, lo + (tiles - 1) * BN, lse, lower, end, full_lo, full_hi, scale_log2, BN, S
+        )
+        dp = warpgroup_mma_wait(0, deps=(dp_token,))
+        v_ring.release(last)
+        ds = gl.convert_layout((p * (dp - delta[:, None])).to(gl.bfloat16), P)
+        acc_token = warpgroup_mma(ds, k_ring.slot(last).reshape([BN, D]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc_token,))
+        k_ring.release(last)
+        base = last + 1
+
+        q.store((acc * scale).to(gl.bfloat16))
+        fence_async_shared()
+        gl.thread_barrier()
+        dq_at = [blocks.first_token(t, WG), kv_head << blocks.log_g, 0]
+        tma.async_copy_shared_to_global(dq_map, dq_at, q_sm.index(at))
+        r += 1
+        item = items.take(r)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hopper_bwd_dq_kernel(
+    q_map,
+    dout_map,
+    out_map,
+    k_own_map,
+    v_own_map,
+    k_ctx_map,
+    v_ctx_map,
+    dq_map,
+    lse_ptr,
+    delta_ptr,
+    counter_ptr,
+    ctx_start_ptr,
+    ctx_end_ptr,
+    doc_first_ptr,
+    doc_last_ptr,
+    num_items,
+    num_blocks,
+    num_kv_heads,
+    window,
+    causal,
+    log_b,
+    log_g,
+    scale_log2,
+    scale,
+    D: gl.constexpr,
+    BN: gl.constexpr,
+    OWN: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    q_sm = gl.allocate_shared_memory(gl.bfloat16, [2 * CONSUMERS, 16, 4, D], q_map.layout)
+    do_sm = gl.allocate_shared_memory(gl.bfloat16, [2 * CONSUMERS, 16, 4, D], q_map.layout)
+    k_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 1, D], k_ctx_map.layout)
+    v_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 1, D], v_ctx_map.layout)
+    items = new_items()
+    k_ring = new_ring(k_sm, STAGES)
+    v_ring = new_ring(v_sm, STAGES)
+    blocks = Blocks(ctx_start_ptr, ctx_end_ptr, num_blocks, window, causal, log_b, log_g)
+    gl.warp_specialize(
+        [
+            (
+                _differentiate_q,
+                (
+                    dq_map,
+                    lse_ptr,
+                    delta_ptr,
+                    items,
+                    q_sm,
+                    do_sm,
+                    k_ring,
+                    v_ring,
+                    blocks,
+                    num_kv_heads,
+                    scale_log2,
+                    scale,
+                    0,
+                    D,
+                    BN,
+                    OWN,
+                ),
+            ),
+            (
+                _differentiate_q,
+                (
+                    dq_map,
+                    lse_ptr,
+                    delta_ptr,
+                    items,
+                    q_sm,
+                    do_sm,
+                    k_ring,
+                    v_ring,
+                    blocks,
+                    num_kv_heads,
+                    scale_log2,
+                    scale,
+                    1,
+                    D,
+                    BN,
+                    OWN,
+                ),
+            ),
+            (
+                _load_for_dq,
+                (
+                    q_map,
+                    dout_map,
+                    out_map,
+                    k_own_map,
+                    v_own_map,
+                    k_ctx_map,
+                    v_ctx_map,
+                    items,
+                    q_sm,
+                    do_sm,
+                    k_ring,
+                    v_ring,
+                    blocks,
+                    counter_ptr,
+                    doc_first_ptr,
+                    doc_last_ptr,
+                    num_items,
+                    num_kv_heads,
+                    D,
+                    BN,
+                    OWN,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _row_groups(blocks, t, WG: gl.constexpr, ctx_tiles, num_ctx, ranges_ptr):
+    """Groups of 64 rows that see a consumer's 64 keys of tile t: [lo, hi), and the run that sees all.
+
+    Tiles are context tiles first, then tiles of the blocks' own keys. Never empty, like a tile's
+    interval: a group that sees nothing is walked instead.
+    """
+    log_rows = blocks.log_b + blocks.log_g
+    if t < ctx_tiles:
+        half = gl.minimum(2 * t + WG, (num_ctx + HALF - 1) // HALF - 1)
+        lo = (gl.load(ranges_ptr + half * 4) << log_rows) // HALF
+        hi = ((gl.load(ranges_ptr + half * 4 + 3) << log_rows) + HALF - 1) // HALF
+        full_lo = ((gl.load(ranges_ptr + half * 4 + 1) << log_rows) + HALF - 1) // HALF
+        full_hi = (gl.load(ranges_ptr + half * 4 + 2) << log_rows) // HALF
+    else:
+        groups = (blocks.num_rows() + HALF - 1) // HALF
+        lo = gl.minimum((2 * (t - ctx_tiles) + WG) << blocks.log_g, groups - 1)
+        hi = gl.minimum(lo + (1 << blocks.log_g), groups)
+        full_lo = hi
+        full_hi = hi
+    return lo, gl.maximum(hi, lo + 1), full_lo, full_hi
+
+
+@gluon.jit
+def _load_for_dkv(
+    q_map,
+    dout_map,
+    lse_map,
+    delta_map,
+    k_own_map,
+    v_own_map,
+    k_ctx_map,
+    v_ctx_map,
+    items,
+    k_sm,
+    v_sm,
+    q_ring,
+    do_sm,
+    lse_sm,
+    delta_sm,
+    blocks,
+    counter_ptr,
+    ranges_ptr,
+    num_items,
+    num_ctx,
+    num_kv_heads,
+    D: gl.constexpr,
+):
+    ctx_tiles = (num_ctx + TILE - 1) // TILE
+    num_rows = blocks.num_rows()
+    position = 0
+    r = 0
+    item = gl.program_id(0)
+    while item < num_items:
+        next_item = draw_item(counter_ptr)
+        kv_head = item % num_kv_heads
+        t = item // num_kv_heads
+        lo, hi, full_lo, full_hi = _row_groups(blocks, t, 0, ctx_tiles, num_ctx, ranges_ptr)
+        lo_1, hi_1, full_lo, full_hi = _row_groups(blocks, t, 1, ctx_tiles, num_ctx, ranges_ptr)
+        lo = gl.minimum(lo, lo_1)
+        hi = gl.maximum(hi, hi_1)
+        items.wait_empty(r)
+        items.write(r, 0, item)
+        items.write(r, 1, t)
+        items.write(r, 2, lo)
+        items.write(r, 3, hi)
+        items.announce(r, 2 * TILE * D * 2)
+        full = items.full.index(r & 1)
+        for g in gl.static_range(CONSUMERS):
+            at = (r & 1) * CONSUMERS + g
+            if t < ctx_tiles:
+                keys_from = [t * TILE + g * HALF, kv_head, 0]
+                tma.async_copy_global_to_shared(k_ctx_map, keys_from, full, k_sm.index(at))
+                tma.async_copy_global_to_shared(v_ctx_map, keys_from, full, v_sm.index(at))
+            else:
+                keys_from = [(t - ctx_tiles) * TILE + g * HALF, kv_head, 0]
+                tma.async_copy_global_to_shared(k_own_map, keys_from, full, k_sm.index(at))
+                tma.async_copy_global_to_shared(v_own_map, keys_from, full, v_sm.index(at))
+        for group in range(lo, hi):
+            q_ring.wait_empty(position)
+            s = position % q_ring.stages
+            full = q_ring.full_barrier(position)
+            mbarrier.expect(full, 2 * HALF * D * 2 + 2 * HALF * 4)
+            rows_from = [(group * HALF) >> blocks.log_g, kv_head << blocks.log_g, 0]
+            row_from = [kv_head * num_rows + group * HALF]
+            tma.async_copy_global_to_shared(q_map, rows_from, full, q_ring.slot(position))
+            tma.async_copy_global_to_shared(lse_map, row_from, full, lse_sm.index(s))
+            tma.async_copy_global_to_shared(dout_map, rows_from, full, do_sm.index(s))
+            tma.async_copy_global_to_shared(delta_map, row_from, full, delta_sm.index(s))
+            position += 1
+        item = next_item
+        r += 1
+    items.end(r)
+
+
+@gluon.jit
+def _probability_t(
+    s, group, lse, key_from, own_tile, full_lo, full_hi, blocks, scale_log2, S: gl.constexpr
+):
+    """P^T [keys, rows] of one group of rows, exactly 0 where a row does not see the key."""
+    p = gl.exp2(s * scale_log2 - lse[None, :])
+    if (group < full_lo) | (group >= full_hi):
+        # One row a thread, and the interval of its keys in 16 bits: the accumulators leave no room
+        # for the four numbers of each of the sixteen rows that a thread's part of P^T has.
+        THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        row = group * HALF + gl.arange(0, HALF, layout=THREAD)
+        token, block, lower, end = blocks.rows(row)
+        if own_tile:
+            lower = block << blocks.log_b
+            end = gl.where(blocks.causal == 0, lower + (1 << blocks.log_b), token + 1)
+            end = gl.where(row < blocks.num_rows(), end, lower)
+        lower = gl.minimum(gl.maximum(lower - key_from, 0), HALF)
+        end = gl.minimum(gl.maximum(end - key_from, 0), HALF)
+        packed = gl.convert_layout(lower | (end << 8), gl.SliceLayout(0, S))
+        key = gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
+        visible = key[:, None] >= (packed & 255)[None, :]
+        p = gl.where(visible & (key[:, None] < (packed >> 8)[None, :]), p, 0.0)
+    return p
+
+
+@gluon.jit
+def _recomputed(x):
+    """x, but opaque: what follows from it is computed anew in a loop instead of being kept (spilled).
+
+    The wgmma descriptors of the keys do not change in the loop over rows; sixteen registers for them
+    are more than the accumulators leave.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _differentiate_kv(
+    dk_own_map,
+    dv_own_map,
+    dk_ctx_map,
+    dv_ctx_map,
+    items,
+    k_sm,
+    v_sm,
+    q_ring,
+    do_sm,
+    lse_sm,
+    delta_sm,
+    blocks,
+    ranges_ptr,
+    num_ctx,
+    num_kv_heads,
+    scale_log2,
+    scale,
+    WG: gl.constexpr,
+    D: gl.constexpr,
+):
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    ctx_tiles = (num_ctx + TILE - 1) // TILE
+    base = 0  # ring position of the item's first group
+    r = 0
+    item = items.take(0)
+    while item >= 0:
+        t = items.read(r, 1)
+        first = items.read(r, 2)
+        stop = items.read(r, 3)
+        kv_head = item % num_kv_heads
+        own_tile = t >= ctx_tiles
+        lo, hi, full_lo, full_hi = _row_groups(blocks, t, WG, ctx_tiles, num_ctx, ranges_ptr)
+        at = (r & 1) * CONSUMERS + WG
+        k = k_sm.index(at).reshape([HALF, D])
+        v = v_sm.index(at).reshape([HALF, D])
+        key_from = t * TILE + WG * HALF
+        if own_tile:
+            key_from = key_from - ctx_tiles * TILE
+        for group in range(first, lo):  # only the other consumer's keys are seen there
+            q_ring.skip(base + group - first)
+        position = base + lo - first
+        dk = gl.zeros([HALF, D], gl.float32, O)
+        dv = gl.zeros([HALF, D], gl.float32, O)
+        q_ring.wait_full(position)
+        s_token = _scores(k, q_ring.slot(position).reshape([HALF, D]), HALF, HALF, S)
+        s = warpgroup_mma_wait(0, deps=(s_token,))
+        items.release_previous(r)
+        for group in range(lo, hi - 1):
+            slot = position % q_ring.stages
+            do = do_sm.index(slot).reshape([HALF, D])
+            here = _recomputed(at)
+            k_here = k_sm.index(here).reshape([HALF, D])
+            v_here = v_sm.index(here).reshape([HALF, D])
+            dp_token = _scores(v_here, do, HALF, HALF, S)
+            lse = lse_sm.index(slot).load(COLUMN)
+            p = _probability_t(
+                s, group, lse, key_from, own_tile, full_lo, full_hi, blocks, scale_log2, S
+            )
+            dv_token = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(dp_token,))
+            delta = delta_sm.index(slot).load(COLUMN)
+            ds = gl.convert_layout((p * (dp - delta[None, :])).to(gl.bfloat16), P)
+            q_ring.wait_full(position + 1)
+            s_token = _scores(k_here, q_ring.slot(position + 1).reshape([HALF, D]), HALF, HALF, S)
+            dk_token = warpgroup_mma(
+                ds, q_ring.slot(position).reshape([HALF, D]), dk, is_async=True
+            )
+            s, dk, dv = warpgroup_mma_wait(0, deps=(s_token, dk_token, dv_token))
+            q_ring.release(position)
+            position += 1
+        slot = position % q_ring.stages
+        do = do_sm.index(slot).reshape([HALF, D])
+        dp_token = _scores(v, do, HALF, HALF, S)
+        lse = lse_sm.index(slot).load(COLUMN)
+        delta = delta_sm.index(slot).load(COLUMN)
+        p = _probability_t(
+            s, hi - 1, lse, key_from, own_tile, full_lo, full_hi, blocks, scale_log2, S
+        )
+        dp = warpgroup_mma_wait(0, deps=(dp_token,))
+        dv_token = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), do, dv, is_async=True)
+        ds = gl.convert_layout((p * (dp - delta[None, :])).to(gl.bfloat16), P)
+        dk_token = warpgroup_mma(ds, q_ring.slot(position).reshape([HALF, D]), dk, is_async=True)
+        dk, dv = warpgroup_mma_wait(0, deps=(dk_token, dv_token))
+        q_ring.release(position)
+        for group in range(hi, stop):
+            q_ring.skip(base + group - first)
+        base += stop - first
+
+        k.store((dk * scale).to(gl.bfloat16))
+        v.store(dv.to(gl.bfloat16))
+        fence_async_shared()
+        gl.thread_barrier()
+        if own_tile:
+            tma.async_copy_shared_to_global(dk_own_map, [key_from, kv_head, 0], k_sm.index(at))
+            tma.async_copy_shared_to_global(dv_own_map, [key_from, kv_head, 0], v_sm.index(at))
+        else:
+            tma.async_copy_shared_to_global(dk_ctx_map, [key_from, kv_head, 0], k_sm.index(at))
+            tma.async_copy_shared_to_global(dv_ctx_map, [key_from, kv_head, 0], v_sm.index(at))
+        r += 1
+        item = items.take(r)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def hopper_bwd_dkv_kernel(
+    q_map,
+    dout_map,
+    lse_map,
+    delta_map,
+    k_own_map,
+    v_own_map,
+    k_ctx_map,
+    v_ctx_map,
+    dk_own_map,
+    dv_own_map,
+    dk_ctx_map,
+    dv_ctx_map,
+    counter_ptr,
+    ctx_start_ptr,
+    ctx_end_ptr,
+    ranges_ptr,
+    num_items,
+    num_blocks,
+    num_ctx,
+    num_kv_heads,
+    window,
+    causal,
+    log_b,
+    log_g,
+    scale_log2,
+    scale,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    k_sm = gl.allocate_shared_memory(gl.bfloat16, [2 * CONSUMERS, HALF, 1, D], k_ctx_map.layout)
+    v_sm = gl.allocate_shared_memory(gl.bfloat16, [2 * CONSUMERS, HALF, 1, D], v_ctx_map.layout)
+    q_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 16, 4, D], q_map.layout)
+    do_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 16, 4, D], dout_map.layout)
+    lse_sm = gl.allocate_shared_memory(gl.float32, [STAGES, HALF], lse_map.layout)
+    delta_sm = gl.allocate_shared_memory(gl.float32, [STAGES, HALF], delta_map.layout)
+    items = new_items()
+    q_ring = new_ring(q_sm, STAGES)  # dO, lse and delta of a group share its barriers
+    blocks = Blocks(ctx_start_ptr, ctx_end_ptr, num_blocks, window, causal, log_b, log_g)
+    gl.warp_specialize(
+        [
+            (
+                _differentiate_kv,
+                (
+                    dk_own_map,
+                    dv_own_map,
+                    dk_ctx_map,
+                    dv_ctx_map,
+                    items,
+                    k_sm,
+                    v_sm,
+                    q_ring,
+                    do_sm,
+                    lse_sm,
+                    delta_sm,
+                    blocks,
+                    ranges_ptr,
+                    num_ctx,
+                    num_kv_heads,
+                    scale_log2,
+                    scale,
+                    0,
+                    D,
+                ),
+            ),
+            (
+                _differentiate_kv,
+                (
+                    dk_own_map,
+                    dv_own_map,
+                    dk_ctx_map,
+                    dv_ctx_map,
+                    items,
+                    k_sm,
+                    v_sm,
+                    q_ring,
+                    do_sm,
+                    lse_sm,
+                    delta_sm,
+                    blocks,
+                    ranges_ptr,
+                    num_ctx,
+                    num_kv_heads,
+                    scale_log2,
+                    scale,
+                    1,
+                    D,
+                ),
+            ),
+            (
+                _load_for_dkv,
+                (
+                    q_map,
+                    dout_map,
+                    lse_map,
+                    delta_map,
+                    k_own_map,
+                    v_own_map,
+                    k_ctx_map,
+                    v_ctx_map,
+                    items,
+                    k_sm,
+                    v_sm,
+                    q_ring,
+                    do_sm,
+                    lse_sm,
+                    delta_sm,
+                    blocks,
+                    counter_ptr,
+                    ranges_ptr,
+                    num_items,
+                    num_ctx,
+                    num_kv_heads,
+                    D,
+                ),
+            ),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

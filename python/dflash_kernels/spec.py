@@ -1,0 +1,116 @@
+"""How a kernel is declared: its arguments, what its launcher makes of them, its tiles and grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# Spec type -> (Triton type, C++ type, PTX parameter type, promise of divisibility by 16).
+# Strides are multiples of 16 elements: the wrapper checks it, and without the promise Triton would
+# copy element by element. Counts such as N and T promise nothing.
+TYPES = {
+    "bf16*": ("*bf16", "uint64_t", "u64", True),
+    "f32*": ("*fp32", "uint64_t", "u64", True),
+    "i32*": ("*i32", "uint64_t", "u64", True),
+    "stride": ("i32", "int32_t", "u32", True),
+    "i32": ("i32", "int32_t", "u32", False),
+    "f32": ("fp32", "float", "f32", False),
+    # One int32 that the launcher zeroes on the stream before the kernel starts.
+    "counter*": ("*i32", "uint64_t", "u64", True),
+}
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A TMA descriptor of a bf16 [rows, heads, head_dim] view, encoded by the launcher per launch.
+
+    Host arguments <tensor>_ptr and, unless the view is contiguous, <tensor>_row and <tensor>_head
+    (strides in elements). Extents and box are C++ expressions over the host arguments. The code is
+    compiled for `block`; the box may differ from it where as many rows arrive (see hopper.py).
+    """
+
+    tensor: str
+    rows: str
+    heads: str
+    box_rows: str
+    box_heads: str
+    block: tuple[int | str, ...]
+    """Rows, heads, head_dim that the code is compiled for; a name is that constexpr's value."""
+    contiguous: bool = False
+
+
+@dataclass(frozen=True)
+class VectorMap:
+    """A TMA descriptor of `length` (a C++ expression) contiguous fp32 numbers in boxes of `box`."""
+
+    tensor: str
+    length: str
+    box: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """An int32 argument that the launcher computes: a C++ expression over the host arguments."""
+
+    expression: str
+
+
+Argument = str | TensorMap | VectorMap | Computed
+
+
+def pointers(names: str, kind: str) -> dict[str, Argument]:
+    return {f"{name}_ptr": kind for name in names.split()}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One Triton function: its launch arguments in order, its grid, and its tile choices."""
+
+    name: str
+    fn: Any
+    arguments: dict[str, Argument]
+    """Name -> key of TYPES, or what the launcher makes, in the order of the Triton function."""
+    grid: str
+    """C++ expression for the number of programs over the host arguments, `tile` and, for persistent
+    kernels, `multiprocessors` (both int64)."""
+    tile: str
+    """The constexpr that `grid` calls `tile`."""
+    choices: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """head_dim -> constexprs and num_warps; 0 stands for a kernel without a head_dim."""
+    small: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Replacements where a thread block has 99 KiB of shared memory (sm_86, 89, 120, and PTX)."""
+    only_sm: int = 0
+    """Written in Gluon for this one architecture; 0: plain Triton, for all."""
+    extra_host: dict[str, str] = field(default_factory=dict)
+    """Host arguments that only expressions use: name -> key of TYPES."""
+
+    def constants(self, head_dim: int, small: bool) -> dict[str, Any]:
+        chosen = dict(self.choices[head_dim])
+        if small:
+            chosen |= self.small.get(head_dim, {})
+        if head_dim:
+            chosen["D"] = head_dim
+        return chosen
+
+    @property
+    def host(self) -> dict[str, str]:
+        """What the launcher is called with: name -> key of TYPES."""
+        host: dict[str, str] = {}
+        for name, kind in self.arguments.items():
+            if isinstance(kind, TensorMap):
+                host[f"{kind.tensor}_ptr"] = "bf16*"
+                if not kind.contiguous:
+                    host |= {f"{kind.tensor}_{axis}": "stride" for axis in ("row", "head")}
+            elif isinstance(kind, VectorMap):
+                host[f"{kind.tensor}_ptr"] = "f32*"
+            elif isinstance(kind, str):
+                host[name] = kind
+        return host | self.extra_host
+
+
+def check_signature(kernel: Kernel) -> None:
+    """The declared arguments must be the Triton function's own, in order."""
+    constexprs = set(next(iter(kernel.choices.values()))) | {"D"}
+    names = [n for n in kernel.fn.arg_names if n not in constexprs]
+    if names != list(kernel.arguments):
+        raise ValueError(f"{kernel.name}: declared {list(kernel.arguments)}, function has {names}")
