@@ -2,26 +2,32 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from data_fixtures import THINKING, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_ext.data.chat import prepare_jsonl
+from dflash_ext.data import store_files
 from dflash_ext.data.store import StoreWriter, TokenStore, cache_key, cached_store, split_indices
+from dflash_ext.data.store_files import FILES, content_key
 from dflash_ext.errors import UserError
 
+ROOT = Path(__file__).parents[1]
 SAMPLE = st.integers(1, 12).flatmap(
     lambda n: st.tuples(
         st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n),
         st.lists(st.booleans(), min_size=n, max_size=n),
     )
 )
+TWO = [([1, 2, 3], [0, 1, 1]), ([4], [1])]
 
 
 def write(path, samples):
@@ -31,7 +37,11 @@ def write(path, samples):
     return TokenStore.open(path)
 
 
-@settings(max_examples=40, deadline=None)
+def content(store):
+    return [tuple(part.tolist() for part in store.sample(i)) for i in range(len(store))]
+
+
+@settings(max_examples=30, deadline=None)
 @given(st.lists(SAMPLE, min_size=1, max_size=8))
 def test_what_is_written_is_read(tmp_path_factory, samples):
     store = write(tmp_path_factory.mktemp("s") / "store", samples)
@@ -46,6 +56,47 @@ def test_what_is_written_is_read(tmp_path_factory, samples):
         assert (got_ids.dtype, got_mask.dtype) == (torch.int64, torch.bool)
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.lists(SAMPLE, min_size=1, max_size=8), st.data())
+def test_a_store_written_in_pieces_is_the_same_store(tmp_path_factory, samples, data):
+    """Commits, extensions and what a killed writer left behind its last commit do not show."""
+    folder = tmp_path_factory.mktemp("s")
+    whole = write(folder / "whole", samples)
+    path = folder / "pieces"
+    left = list(samples)
+    while left:
+        writer = StoreWriter(path, extend=True)
+        for _ in range(data.draw(st.integers(1, len(left)))):
+            writer.append(*left.pop(0))
+        writer.commit(complete=not left or data.draw(st.booleans()))
+        if data.draw(st.booleans()):
+            writer.append([7, 7, 7], [True, True, True])
+            for file in writer._files.values():
+                file.flush()  # on disk, but never committed
+        writer.release()
+    store = TokenStore.open(path)
+    assert content(store) == content(whole)
+    assert (store.identity, store.rows.tolist()) == (whole.identity, whole.rows.tolist())
+    assert store.keys.tolist() == whole.keys.tolist()
+
+
+def test_append_many_is_append_often(tmp_path):
+    one = write(tmp_path / "one", TWO)
+    with StoreWriter(tmp_path / "many") as writer:
+        writer.append_many(
+            np.array([1, 2, 3, 4], dtype=np.int32),
+            np.array([False, True, True, True]),
+            np.array([3, 1]),
+            rows=np.array([0, 1]),
+            keys=one.keys,
+        )
+        empty = np.zeros(0, dtype=np.int64)
+        writer.append_many(empty, empty.astype(bool), empty, rows=empty, keys=empty)
+    many = TokenStore.open(tmp_path / "many")
+    assert many.identity == one.identity
+    assert many.candidates.tolist() == one.candidates.tolist() == [1, 0]
+
+
 def test_batch_packs_whole_samples_in_the_order_asked(tmp_path):
     store = write(tmp_path / "s", [([1, 2], [0, 1]), ([3, 4, 5], [0, 1, 1]), ([6], [1])])
     batch = store.batch([2, 1])
@@ -54,7 +105,10 @@ def test_batch_packs_whole_samples_in_the_order_asked(tmp_path):
     assert batch.doc_starts.tolist() == [0, 1, 4]
     assert batch.sample_ids == (2, 1)
     assert batch.positions().tolist() == [0, 0, 1, 2]
+    assert (batch.input_ids.dtype, batch.doc_starts.dtype) == (torch.int64, torch.int64)
     assert store.prompt(1) == [3]
+    with pytest.raises(UserError, match="sample 3"):
+        store.batch([0, 3])
 
 
 def test_wrong_samples_are_named(tmp_path):
@@ -63,15 +117,20 @@ def test_wrong_samples_are_named(tmp_path):
     assert list(tmp_path.iterdir()) == []  # nothing left of the failed store
     with pytest.raises(UserError, match="sample 0: no tokens"):
         write(tmp_path / "s", [([], [])])
+    for wrong in (-1, 2**31):
+        with pytest.raises(UserError, match=r"sample 0: token ids must be from 0 to 2\*\*31 - 1"):
+            write(tmp_path / "s", [([5, wrong], [1, 1])])
     store = write(tmp_path / "s", [([1], [1])])
     with pytest.raises(UserError, match=r"sample 1 of .* holds samples 0 to 0"):
         store.sample(1)
 
 
-def test_a_store_appears_only_when_closed_and_is_never_overwritten(tmp_path):
+def test_a_store_opens_only_when_closed_and_is_never_overwritten(tmp_path):
     writer = StoreWriter(tmp_path / "s")
     writer.append([1, 2], [True, True])
-    assert not (tmp_path / "s").exists()
+    writer.commit()
+    with pytest.raises(UserError, match=r"was never finished .*it continues"):
+        TokenStore.open(tmp_path / "s")
     writer.close(info={"why": "test"})
     store = TokenStore.open(tmp_path / "s")
     assert store.info == {"why": "test"}
@@ -80,10 +139,109 @@ def test_a_store_appears_only_when_closed_and_is_never_overwritten(tmp_path):
         StoreWriter(tmp_path / "s")
 
 
-@pytest.mark.parametrize("name", ["tokens.i32", "mask.u8", "offsets.i64", "rows.i64"])
+def test_a_folder_that_is_no_store_is_left_alone(tmp_path):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "dear.txt").write_text("mine")
+    for extend in (False, True):
+        with pytest.raises(UserError, match=r"exists already|is no token store and not empty"):
+            StoreWriter(tmp_path / "letters", extend=extend)
+    assert (tmp_path / "letters" / "dear.txt").read_text() == "mine"
+
+
+def test_one_writer_at_a_time(tmp_path):
+    first = StoreWriter(tmp_path / "s")
+    with pytest.raises(UserError, match="is being written by another process"):
+        StoreWriter(tmp_path / "s", extend=True)
+    first.append([1], [True])
+    first.close()
+    StoreWriter(tmp_path / "s", extend=True).close()
+
+
+def test_an_extended_store_keeps_its_samples_and_knows_its_former_self(tmp_path):
+    first = write(tmp_path / "s", TWO)
+    extended = [*TWO, ([5, 6], [1, 1])]
+    with StoreWriter(tmp_path / "s", extend=True) as writer:
+        writer.append(*extended[2])
+        # While it is being extended a reader sees what was complete, and keeps its view after.
+        assert TokenStore.open(tmp_path / "s").identity == first.identity
+    store = TokenStore.open(tmp_path / "s")
+    assert content(first) == content(store)[:2]
+    assert (store.prefix(first.identity), store.prefix(store.identity)) == (2, 3)
+    assert store.prefix("another") is None
+    assert store.identity == write(tmp_path / "copy", extended).identity
+    assert store.identity != first.identity
+
+
+def test_an_extension_that_fails_leaves_the_store_as_it_was(tmp_path):
+    first = write(tmp_path / "s", TWO)
+
+    def fail():
+        with StoreWriter(tmp_path / "s", extend=True) as writer:
+            writer.append([9], [True])
+            raise KeyboardInterrupt
+
+    pytest.raises(KeyboardInterrupt, fail)
+    again = TokenStore.open(tmp_path / "s")
+    assert (again.identity, content(again)) == (first.identity, content(first))
+
+
+def test_other_settings_do_not_mix(tmp_path):
+    made = {"tokenizer": "a" * 64, "options": {"max_length": 4, "supervise": "all"}}
+    StoreWriter(tmp_path / "s", settings=made).close()
+    now = {"tokenizer": "b" * 64, "options": {"max_length": 8, "supervise": "all"}}
+    wanted = r"max_length 4, now 8, another tokenizer"
+    with pytest.raises(UserError, match=wanted):
+        StoreWriter(tmp_path / "s", settings=now, extend=True)
+    StoreWriter(tmp_path / "s", settings=made, extend=True).close()
+
+
+def test_log_of_rows(tmp_path):
+    with StoreWriter(tmp_path / "s") as writer:
+        writer.append([1], [True], row=2)
+        writer.log_rows(np.array([11, 2**64 - 1], dtype=np.uint64), np.array([3, 0]))
+    writer = StoreWriter(tmp_path / "s", extend=True)
+    keys, outcomes = writer.logged()
+    assert (writer.rows, keys.tolist(), outcomes.tolist()) == (2, [11, 2**64 - 1], [3, 0])
+    assert writer.keys().tolist() == [content_key([(np.array([1]), np.array([True]))])]
+    writer.close()
+
+
+KILLED = """
+import sys
+from dflash_ext.data.store import StoreWriter
+writer = StoreWriter(sys.argv[1], extend=True)
+for i in range(10**9):
+    writer.append([i, i + 1], [True, True])
+    if i % 100 == 99:
+        writer.commit()
+        print(i + 1, flush=True)
+"""
+
+
+def test_a_killed_writer_loses_nothing_it_committed(tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "s")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    committed = [int(process.stdout.readline()) for _ in range(3)][-1]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    with StoreWriter(tmp_path / "s", extend=True) as writer:
+        kept = writer.samples
+        assert kept >= committed
+        writer.append([5], [True])
+    store = TokenStore.open(tmp_path / "s")
+    assert content(store)[:-1] == [([i, i + 1], [True, True]) for i in range(kept)]
+    assert content(store)[-1] == ([5], [True])
+
+
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["short", "flipped", "missing"])
 def test_damage_is_found_at_open(tmp_path, name, damage):
-    write(tmp_path / "s", [([1, 2, 3], [0, 1, 1]), ([4], [1])])
+    with StoreWriter(tmp_path / "s") as writer:
+        for ids, mask in TWO:
+            writer.append(ids, mask)
+        writer.log_rows(np.array([1, 2], dtype=np.uint64), np.array([0, 0]))
     file = tmp_path / "s" / name
     data = bytearray(file.read_bytes())
     if damage == "missing":
@@ -97,6 +255,22 @@ def test_damage_is_found_at_open(tmp_path, name, damage):
         TokenStore.open(tmp_path / "s")
 
 
+def test_a_large_file_is_verified_when_it_changed_or_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_files, "_ALWAYS_VERIFIED", 0)
+    write(tmp_path / "s", TWO)
+    tokens = tmp_path / "s" / "tokens.i32"
+    times = tokens.stat().st_atime_ns, tokens.stat().st_mtime_ns
+    data = bytearray(tokens.read_bytes())
+    data[0] ^= 1
+    tokens.write_bytes(data)
+    with pytest.raises(UserError, match=r"tokens\.i32 fails its checksum"):
+        TokenStore.open(tmp_path / "s")
+    os.utime(tokens, ns=times)  # as a disk's own fault would be: no write, no new time
+    TokenStore.open(tmp_path / "s")
+    with pytest.raises(UserError, match=r"tokens\.i32 fails its checksum"):
+        TokenStore.open(tmp_path / "s", verify=True)
+
+
 def test_index_is_checked(tmp_path):
     with pytest.raises(UserError, match="no token store"):
         TokenStore.open(tmp_path / "nowhere")
@@ -106,9 +280,12 @@ def test_index_is_checked(tmp_path):
     index.write_text(json.dumps({**good, "format": 99}))
     with pytest.raises(UserError, match="format 99"):
         TokenStore.open(tmp_path / "s")
-    index.write_text("{")
-    with pytest.raises(UserError, match="damaged"):
-        TokenStore.open(tmp_path / "s")
+    damaged = ["{", "[]", "null", '{"format": 3}', json.dumps({**good, "committed": {}})]
+    damaged.append(json.dumps({**good, "complete": {**good["complete"], "samples": "x"}}))
+    for text in damaged:
+        index.write_text(text)
+        with pytest.raises(UserError, match=r"index\.json is damaged"):
+            TokenStore.open(tmp_path / "s")
 
 
 def test_cached_store_builds_once_also_in_a_race(tmp_path):
@@ -132,17 +309,18 @@ def test_cached_store_builds_once_also_in_a_race(tmp_path):
     assert len(built) == 2
 
 
-def test_cached_store_removes_what_a_killed_process_left(tmp_path):
+def test_cached_store_builds_again_what_a_killed_process_left(tmp_path):
     parts = {"option": 1}
-    abandoned = tmp_path / f".{cache_key(parts)}-abc"
-    abandoned.mkdir()
+    writer = StoreWriter(tmp_path / cache_key(parts))
+    writer.append([9, 9], [True, True])
+    writer.commit()
+    writer.release()
 
     def build(path):
         with StoreWriter(path) as writer:
             writer.append([1], [True])
 
-    cached_store(parts, build, root=tmp_path)
-    assert not abandoned.exists()
+    assert content(cached_store(parts, build, root=tmp_path)) == [([1], [True])]
 
 
 def test_a_failed_build_leaves_the_key_free(tmp_path):
@@ -169,6 +347,24 @@ def test_split_is_a_partition():
         split_indices(np.zeros(5, dtype=np.int64), 1, seed=0)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=60), st.integers(0, 9), st.data())
+def test_added_rows_never_move_a_trained_one_to_the_held_out(keys, seed, data):
+    keys = np.array(keys, dtype=np.uint64)
+    before = data.draw(st.integers(2, len(keys)))
+    held_out = data.draw(st.integers(0, len(np.unique(keys[:before])) - 1))
+    trained = set(keys[split_indices(keys[:before], held_out, seed=seed)[0]].tolist())
+    train, held = split_indices(keys, held_out, seed=seed)
+    held_keys = set(keys[held].tolist())
+    assert len(held_keys) == held_out
+    assert not trained & held_keys
+    assert not set(keys[train].tolist()) & held_keys
+    # Of content alone: in another order the same rows are held out.
+    order = np.array(data.draw(st.permutations(range(len(keys)))))
+    shuffled = keys[order]
+    assert set(shuffled[split_indices(shuffled, held_out, seed=seed)[1]].tolist()) == held_keys
+
+
 def test_samples_of_one_row_never_straddle_the_split(tmp_path):
     sources = [3, 3, 3, 7, 8, 8, 8, 8, 11, 12, 12]
     with StoreWriter(tmp_path / "s") as writer:
@@ -184,23 +380,11 @@ def test_samples_of_one_row_never_straddle_the_split(tmp_path):
     assert write(tmp_path / "t", [([1], [1])] * 3).rows.tolist() == [0, 1, 2]
 
 
-def test_a_fanned_out_conversation_is_one_row(tmp_path):
-    """A template that drops earlier thoughts makes one sample of every turn."""
-    turns = [("user", "a"), ("assistant", "one"), ("user", "b"), ("assistant", "two")]
-    rows = [turns[:2], turns, turns[2:]]
-    lines = [json.dumps({"messages": [{"role": r, "content": c} for r, c in t]}) for t in rows]
-    (tmp_path / "d.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    tokenizer = make_tokenizer(THINKING)
-    prepare_jsonl(tmp_path / "d.jsonl", tokenizer, tmp_path / "s", max_length=128)
-    assert TokenStore.open(tmp_path / "s").rows.tolist() == [1, 2, 2, 3]
-
-
 def test_identity_is_the_content_s(tmp_path):
-    samples = [([1, 2, 3], [0, 1, 1]), ([4], [1])]
-    first, copy = write(tmp_path / "a", samples), write(tmp_path / "b", samples)
+    first, copy = write(tmp_path / "a", TWO), write(tmp_path / "b", TWO)
     assert first.identity == copy.identity
     for i, sample in enumerate([([1, 2, 9], [0, 1, 1]), ([1, 2, 3], [1, 1, 1])]):
-        other = write(tmp_path / str(i), [sample, samples[1]])
+        other = write(tmp_path / str(i), [sample, TWO[1]])
         assert other.identity != first.identity
 
 

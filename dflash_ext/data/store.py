@@ -1,17 +1,17 @@
 """Append-only token store in memory-mapped files: ids, loss mask and bounds of every sample.
 
-A store is a directory: `tokens.i32` [tokens], `mask.u8` [tokens], `offsets.i64` [samples + 1],
-`rows.i64` [samples] and `index.json`, which holds sizes and checksums. It appears under its name as
-a whole or not at all.
+A store is a directory of plain arrays that only ever grow (store_files.py) and `index.json`, which
+is replaced as a whole and says how much of them counts. Bytes behind that are what an interrupted
+writer left: nobody reads them, the next writer cuts them off. So a killed writer loses nothing it
+had committed, and a reader sees the last *complete* state while the store is being extended.
 """
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import json
 import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,34 +24,98 @@ from torch import Tensor
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.data.registry import cache_dir, locked, private_dir
+from dflash_ext.data.store_files import (  # noqa: F401  (code_version: encode.py until it moved)
+    FILES,
+    bytes_of,
+    cache_key,
+    code_version,
+    content_key,
+    damaged,
+    identity_of,
+    map_file,
+    new_index,
+    read_index,
+    read_stamp,
+    replace_json,
+    stamp,
+)
 from dflash_ext.errors import UserError
-
-_FORMAT = 2
-_FILES: dict[str, Any] = {
-    "tokens.i32": np.dtype("<i4"),
-    "mask.u8": np.dtype("u1"),
-    "offsets.i64": np.dtype("<i8"),
-    "rows.i64": np.dtype("<i8"),
-}
 
 
 class StoreWriter:
-    """Writes a store at `path`. As a context manager it closes on success and discards on error."""
+    """Writes or extends the store at `path`; one writer at a time.
 
-    def __init__(self, path: Path | str) -> None:
+    `settings`: what all its samples were made with; extending with other settings is an error.
+    A store is readable once `close` was called; until then, and after a kill, its last complete
+    state is. As a context manager it closes on success; on error a new store is removed and an
+    extended one stays at its last commit.
+    """
+
+    def __init__(
+        self, path: Path | str, *, settings: dict[str, Any] | None = None, extend: bool = False
+    ) -> None:
         self.path = Path(path)
-        if self.path.exists():
+        self._extend = extend
+        self._settings = json.loads(json.dumps(settings or {}))
+        self._files: dict[str, Any] = {}
+        self._unsynced: set[str] = set()
+        exists = self.path.exists()
+        index = read_index(self.path) if exists else None
+        if exists and not extend and (index is None or index["complete"] is not None):
             raise UserError(f"{self.path} exists already; a store is never overwritten, remove it")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Readable by the user alone (mkdtemp), like the texts in it should be, and beside the final
-        # place: a rename is atomic inside one file system only.
-        self._scratch = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.path.parent))
-        self._files = {name: open(self._scratch / name, "wb") for name in _FILES}  # noqa: SIM115
-        self._checksums = dict.fromkeys(_FILES, 0)
-        self._bytes = dict.fromkeys(_FILES, 0)
-        self._tokens = 0
-        self.samples = 0
-        self._write("offsets.i64", [0])
+        if exists and index is None and any(self.path.iterdir()):
+            raise UserError(f"{self.path} is no token store and not empty; name another directory")
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # texts are the user's alone
+        self._lock = open(self.path / "writer.lock", "w")  # noqa: SIM115
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise UserError(f"{self.path} is being written by another process; wait") from None
+        self._index = index if index is not None and extend else new_index(self._settings)
+        self._check_settings()
+        committed = self._index["committed"]
+        self.samples, self._tokens = int(committed["samples"]), int(committed["tokens"])
+        self.rows = int(committed["rows"])
+        """Source rows logged so far."""
+        self.info: dict[str, Any] = committed["info"]
+        self._crc: dict[str, int] = dict(committed["crc32"])
+        self._open_files()
+        if self.samples == 0:
+            self._write("offsets.i64", [0])
+        if index is None or not extend:
+            self.commit()  # from now on the directory says that it is a store
+
+    def _check_settings(self) -> None:
+        if self._index["settings"] == self._settings:
+            return
+        self._lock.close()
+        differences = ", ".join(_differences(self._index["settings"], self._settings))
+        raise UserError(
+            f"{self.path} was prepared otherwise ({differences}): samples made in two ways do not "
+            "mix; name another store, or remove this one"
+        )
+
+    def _open_files(self) -> None:
+        for name in FILES:
+            size = bytes_of(name, self._index["committed"])
+            file = open(self.path / name, "ab", buffering=1 << 20)  # noqa: SIM115
+            self._files[name] = file
+            if os.fstat(file.fileno()).st_size < size:
+                self._release()
+                raise damaged(self.path / name, size)
+            file.truncate(size)
+
+    def logged(self) -> tuple[np.ndarray, np.ndarray]:
+        """(key uint64 [rows], outcome uint16 [rows]) of every row logged and committed."""
+        count = self._index["committed"]["rows"]
+        keys = np.fromfile(self.path / "log.u64", dtype="<u8", count=count)
+        return keys, np.fromfile(self.path / "outcomes.u16", dtype="<u2", count=count)
+
+    def keys(self) -> np.ndarray:
+        """uint64 [samples]: content keys of every committed sample."""
+        count = self._index["committed"]["samples"]
+        return np.fromfile(self.path / "keys.u64", dtype="<u8", count=count)
 
     def append(self, ids: Sequence[int], mask: Sequence[bool], *, row: int | None = None) -> None:
         """Add one sample: n > 0 token ids and n mask values.
@@ -65,43 +129,107 @@ class StoreWriter:
             )
         if len(ids) == 0:
             raise UserError(f"sample {self.samples}: no tokens, expected at least one")
+        wide = np.asarray(ids, dtype=np.int64)
+        if wide.min() < 0 or wide.max() > np.iinfo(np.int32).max:
+            raise UserError(f"sample {self.samples}: token ids must be from 0 to 2**31 - 1")
+        narrow, bits = wide.astype(np.int32), np.asarray(mask, dtype=np.bool_)
+        self.append_many(
+            narrow,
+            bits,
+            np.array([len(narrow)]),
+            rows=np.array([self.samples if row is None else row]),
+            keys=np.array([content_key([(narrow, bits)])], dtype=np.uint64),
+        )
+
+    def append_many(
+        self,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        lengths: np.ndarray,
+        *,
+        rows: np.ndarray,
+        keys: np.ndarray,
+    ) -> None:
+        """Add s samples: ids int32 [t], mask bool [t]; lengths, rows, keys [s], lengths sum to t.
+
+        `rows` are source row numbers, `keys` the `content_key` of the rows.
+        """
+        assert len(ids) == len(mask) == lengths.sum()
+        assert len(lengths) == len(rows) == len(keys)
+        if len(lengths) == 0:
+            return
+        ends = np.cumsum(lengths)
+        # An anchor needs itself and its successor supervised, both inside one sample.
+        pairs = np.zeros(len(mask), dtype=np.uint8)
+        pairs[:-1] = mask[:-1] & mask[1:]
+        pairs[ends - 1] = 0
         self._write("tokens.i32", ids)
         self._write("mask.u8", mask)
-        self._write("rows.i64", [self.samples if row is None else row])
-        self._tokens += len(ids)
-        self.samples += 1
-        self._write("offsets.i64", [self._tokens])
+        self._write("rows.i64", rows)
+        self._write("keys.u64", keys)
+        self._write("candidates.i32", np.add.reduceat(pairs, ends - lengths, dtype=np.int64))
+        self._write("offsets.i64", self._tokens + ends)
+        self._tokens += int(ends[-1])
+        self.samples += len(lengths)
 
-    def _write(self, name: str, values: Sequence[int] | Sequence[bool]) -> None:
-        data = np.asarray(values).astype(_FILES[name]).tobytes()
-        self._files[name].write(data)
-        self._checksums[name] = zlib.crc32(data, self._checksums[name])
-        self._bytes[name] += len(data)
+    def log_rows(self, keys: np.ndarray, outcomes: np.ndarray) -> None:
+        """Note r source rows as read: keys uint64 [r], outcomes uint16 [r]."""
+        self._write("log.u64", keys)
+        self._write("outcomes.u16", outcomes)
+        self.rows += len(keys)
 
-    def close(self, info: dict[str, Any] | None = None) -> Path:
-        """Finish the store and give it its name; `info` is kept beside it as `info.json`."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        if info is not None:
-            (self._scratch / "info.json").write_text(json.dumps(info, indent=2))
-        index = {
-            "format": _FORMAT,
+    def _write(self, name: str, values: Sequence[int] | np.ndarray) -> None:
+        data = np.ascontiguousarray(values, dtype=FILES[name][0])
+        self._files[name].write(data.data)
+        self._unsynced.add(name)
+        self._crc[name] = zlib.crc32(data.data, self._crc[name])
+
+    def commit(self, info: dict[str, Any] | None = None, *, complete: bool = False) -> None:
+        """Make everything written so far survive a kill; `info` replaces what was noted before."""
+        for name in sorted(self._unsynced):
+            self._files[name].flush()
+            os.fsync(self._files[name].fileno())
+        self._unsynced.clear()
+        self.info = self.info if info is None else info
+        state = {
             "samples": self.samples,
             "tokens": self._tokens,
-            "bytes": self._bytes,
-            "crc32": self._checksums,
+            "rows": self.rows,
+            "crc32": dict(self._crc),
+            "info": self.info,
         }
-        (self._scratch / "index.json").write_text(json.dumps(index, indent=2))
-        os.replace(self._scratch, self.path)
+        self._index["committed"] = state
+        if complete:
+            self._index["complete"] = state
+            prefix = [self.samples, identity_of(state)]
+            if prefix not in self._index["prefixes"]:
+                self._index["prefixes"].append(prefix)
+        replace_json(self.path / "index.json", self._index)
+        if complete:
+            stamp(self.path)
+
+    def close(self, info: dict[str, Any] | None = None) -> Path:
+        """Commit and complete the store; `info` is kept in it (`TokenStore.info`)."""
+        self.commit(info, complete=True)
+        self._release()
         return self.path
 
+    def release(self) -> None:
+        """Stop writing without a commit; what was committed stays, complete or not."""
+        self._release()
+
     def discard(self) -> None:
-        """Drop what was written; the final name stays free."""
+        """Give up: a store that holds nothing to continue from is removed."""
+        self._release()
+        begun = self._extend and self._index["committed"]["rows"] > 0
+        if self._index["complete"] is None and not begun:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _release(self) -> None:
         for file in self._files.values():
             file.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._files = {}
+        self._lock.close()
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -112,82 +240,97 @@ class StoreWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if not self._files:  # closed or discarded explicitly
+            return
         if error is not None:
             self.discard()
-        elif self._scratch.exists():  # not closed explicitly
+        else:
             self.close()
 
 
-class TokenStore:
-    """A finished store, mapped read-only. Open it with `TokenStore.open(path)`."""
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What differs, with values where they are short."""
+    found: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b)
+        elif a != b:
+            short = max(len(str(a)), len(str(b))) <= 20
+            found.append(f"{name} {a}, now {b}" if short else f"another {name}")
+    return found
 
-    def __init__(
-        self,
-        path: Path,
-        tokens: np.ndarray,
-        mask: np.ndarray,
-        offsets: np.ndarray,
-        rows: np.ndarray,
-        info: dict[str, Any],
-        identity: str,
-    ) -> None:
+
+class TokenStore:
+    """A complete store, mapped read-only. Open it with `TokenStore.open(path)`."""
+
+    def __init__(self, path: Path, index: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        state = index["complete"]
         self.path = path
-        self.rows = rows
-        """int64 [n]: the source's row of each sample; a long row makes several samples."""
-        self.identity = identity
-        """Hash of the content, wherever the store lies."""
-        self.info = info
+        self.info: dict[str, Any] = state["info"]
         """What the writer noted about the store's making."""
-        self._tokens, self._mask, self._offsets = tokens, mask, offsets
-        self.lengths: np.ndarray = np.diff(offsets)
+        self.settings: dict[str, Any] = index["settings"]
+        """What all samples were made with."""
+        self.identity = identity_of(state)
+        """Hash of the content, wherever the store lies and however often it was extended."""
+        self._prefixes = {identity: int(samples) for samples, identity in index["prefixes"]}
+        self._tokens, self._mask = arrays["tokens.i32"], arrays["mask.u8"]
+        self._offsets = np.asarray(arrays["offsets.i64"])
+        self.rows: np.ndarray = np.asarray(arrays["rows.i64"])
+        """int64 [n]: the source's row of each sample; a long row makes several samples."""
+        self.keys: np.ndarray = np.asarray(arrays["keys.u64"])
+        """uint64 [n]: content hash of each sample's row."""
+        self.lengths: np.ndarray = np.diff(self._offsets)
         """int64 [n]: tokens of each sample."""
-        # An anchor needs itself and its successor supervised, both inside one sample.
-        pairs = np.zeros_like(mask, dtype=np.uint8)
-        pairs[:-1] = mask[:-1] & mask[1:]
-        pairs[offsets[1:] - 1] = 0
-        self.candidates: np.ndarray = np.add.reduceat(pairs, offsets[:-1], dtype=np.int64)
+        self.candidates: np.ndarray = arrays["candidates.i32"].astype(np.int64)
         """int64 [n]: anchor candidates, positions a with mask[a] and mask[a + 1]."""
 
     @classmethod
-    def open(cls, path: Path | str) -> TokenStore:
-        """Map the store; sizes, checksums and bounds are verified. UserError if anything is off."""
+    def open(cls, path: Path | str, *, verify: bool = False) -> TokenStore:
+        """Map the store. Sizes, bounds and checksums are verified; UserError if anything is off.
+
+        The checksum of a large file (tokens, mask) takes seconds a gigabyte: it is left out while
+        size and time of change are those of the last time it was right. `verify`: never left out.
+        """
         path = Path(path)
-        try:
-            index = json.loads((path / "index.json").read_text())
-            info_file = path / "info.json"
-            info = json.loads(info_file.read_text()) if info_file.exists() else {}
-            counts = {
-                "tokens.i32": index["tokens"],
-                "mask.u8": index["tokens"],
-                "offsets.i64": index["samples"] + 1,
-                "rows.i64": index["samples"],
-            }
-            identity = cache_key({"counts": counts, "crc32": index["crc32"]})
-            found_format, checksums = index["format"], index["crc32"]
-        except FileNotFoundError:
-            raise UserError(f"no token store at {path}: it has no index.json") from None
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path}/index.json is damaged ({error}); prepare it again") from None
-        if found_format != _FORMAT:
+        index = read_index(path)
+        if index is None:
+            raise UserError(f"no token store at {path}: it has no index.json")
+        state = index["complete"]
+        if state is None:
             raise UserError(
-                f"{path} has store format {found_format}, expected {_FORMAT}; prepare it again"
+                f"{path} was never finished ({index['committed']['rows']} rows are done): run the "
+                "command that makes it again, it continues"
             )
-        arrays = [_map(path / name, counts[name], checksums[name]) for name in _FILES]
-        tokens, mask, offsets, rows = arrays
-        if offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) <= 0).any():
-            raise UserError(f"{path}/offsets.i64 does not rise from 0 to {len(tokens)}; remove it")
-        return cls(path, tokens, mask, np.asarray(offsets), np.asarray(rows), info, identity)
+        known = {} if verify else read_stamp(path)
+        arrays = {name: map_file(path / name, state, known.get(name)) for name in FILES}
+        offsets = arrays["offsets.i64"]
+        if offsets[0] != 0 or offsets[-1] != state["tokens"] or (np.diff(offsets) <= 0).any():
+            raise UserError(f"{path}/offsets.i64 does not rise from 0 to {state['tokens']}")
+        stamp(path)
+        return cls(path, index, arrays)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def prefix(self, identity: str) -> int | None:
+        """How many of the first samples are the whole store whose `identity` this was; or none.
+
+        A run that began on a shorter store may continue: those samples are the same, in the same
+        places, and the ones behind them are new.
+        """
+        return len(self) if identity == self.identity else self._prefixes.get(identity)
+
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
         """(ids int64 [n], mask bool [n]) of one sample, copied out of the map."""
+        bounds = self._bounds(index)
+        ids = torch.from_numpy(self._tokens[bounds].astype(np.int64))
+        return ids, torch.from_numpy(self._mask[bounds].astype(np.bool_))
+
+    def _bounds(self, index: int) -> slice:
         if not 0 <= index < len(self):
             raise UserError(f"sample {index} of {self.path}: it holds samples 0 to {len(self) - 1}")
-        rows = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
-        ids = torch.from_numpy(self._tokens[rows].astype(np.int64))
-        return ids, torch.from_numpy(self._mask[rows].astype(np.bool_))
+        return slice(int(self._offsets[index]), int(self._offsets[index + 1]))
 
     def prompt(self, index: int) -> list[int]:
         """Token ids before the sample's first supervised token: what the assistant answered to."""
@@ -196,39 +339,19 @@ class TokenStore:
 
     def batch(self, indices: Sequence[int]) -> PackedBatch:
         """Samples packed in the order given; their sample ids are their indices here."""
-        return PackedBatch.from_documents([self.sample(i) for i in indices], indices)
-
-
-def _map(path: Path, count: int, checksum: int) -> np.ndarray:
-    dtype = _FILES[path.name]
-    expected = count * dtype.itemsize
-    found = path.stat().st_size if path.exists() else 0
-    if found != expected or count < 1:
-        raise UserError(
-            f"{path} has {found} bytes, its index says {expected}: the store is damaged; remove "
-            f"{path.parent} and prepare it again"
+        bounds = [self._bounds(i) for i in indices]
+        starts = np.cumsum([0] + [b.stop - b.start for b in bounds])
+        ids = np.empty(starts[-1], dtype=np.int64)
+        mask = np.empty(starts[-1], dtype=np.bool_)
+        for bound, start, end in zip(bounds, starts, starts[1:]):
+            ids[start:end] = self._tokens[bound]
+            mask[start:end] = self._mask[bound]
+        return PackedBatch(
+            input_ids=torch.from_numpy(ids),
+            loss_mask=torch.from_numpy(mask),
+            doc_starts=torch.from_numpy(starts.astype(np.int64)),
+            sample_ids=tuple(int(i) for i in indices),
         )
-    array = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
-    crc, step = 0, 1 << 24
-    for start in range(0, count, step):
-        crc = zlib.crc32(array[start : start + step].data, crc)
-    if crc != checksum:
-        raise UserError(f"{path} fails its checksum; remove {path.parent} and prepare it again")
-    return array
-
-
-def cache_key(parts: dict[str, Any]) -> str:
-    """Name of a derived store: a hash of everything its content depends on (requirement 4)."""
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def code_version(*files: str) -> str:
-    """Hash of source files: changing the code that wrote a store makes its key another."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(Path(file).read_bytes())
-    return digest.hexdigest()
 
 
 def cached_store(
@@ -241,24 +364,33 @@ def cached_store(
     folder = private_dir(root or cache_dir() / "stores")
     path = folder / cache_key(parts)
     with locked(path):
-        if not path.exists():
-            # We hold this key's lock: a half-written directory of it was left by a killed process.
-            for abandoned in folder.glob(f".{path.name}-*"):
-                shutil.rmtree(abandoned, ignore_errors=True)
+        index = read_index(path)
+        if index is None or index["complete"] is None:
             build(path)
     return TokenStore.open(path)
 
 
-def split_indices(rows: np.ndarray, held_out: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _mixed(values: np.ndarray, seed: int) -> np.ndarray:
+    """uint64 [n]: splitmix64 of each value under a seed."""
+    with np.errstate(over="ignore"):
+        x = values.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * (seed + 1)) % 2**64)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return np.asarray(x ^ (x >> np.uint64(31)))
+
+
+def split_indices(keys: np.ndarray, held_out: int, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(training, held-out) sample indices, each sorted int64; a function of its arguments alone.
 
-    rows: int64 [n], the source row of each sample. `held_out` whole rows are held out: samples of
-    one row share text, so none of them may be trained on.
+    keys: int [n], what row each sample is of (`TokenStore.keys`, a hash of content). Held out are
+    the `held_out` rows whose key, hashed with `seed`, is smallest: samples of one row share text,
+    so none of them may be trained on. When rows are added, none that was trained on before becomes
+    held out.
     """
-    sources = np.unique(rows)
+    sources = np.unique(keys)
     count = len(sources)
     if not 0 <= held_out < count:
         raise UserError(f"{held_out} held-out rows of {count}: expected 0 to {count - 1}")
-    order = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed]))).permutation(count)
-    is_held = np.isin(rows, sources[order[:held_out]])
+    order = np.argsort(_mixed(sources, seed), kind="stable")
+    is_held = np.isin(keys, sources[order[:held_out]])
     return np.flatnonzero(~is_held), np.flatnonzero(is_held)

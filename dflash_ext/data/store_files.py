@@ -1,0 +1,170 @@
+"""The files of a token store: which there are, how much of them counts, whether they are whole.
+
+`index.json` holds two states: *committed*, where the next writer goes on, and *complete*, what
+readers see. A state is the number of samples, tokens and rows, and a checksum of each file's first
+bytes up to there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_ext.errors import UserError
+
+_FORMAT = 3
+# name -> (dtype, what it has one value of); offsets have one value more.
+FILES: dict[str, tuple[Any, str]] = {
+    "tokens.i32": (np.dtype("<i4"), "tokens"),
+    "mask.u8": (np.dtype("u1"), "tokens"),
+    "offsets.i64": (np.dtype("<i8"), "samples"),
+    "rows.i64": (np.dtype("<i8"), "samples"),
+    "keys.u64": (np.dtype("<u8"), "samples"),
+    "candidates.i32": (np.dtype("<i4"), "samples"),
+    # Every source row that was read, trained or not: its key, and what became of it.
+    "log.u64": (np.dtype("<u8"), "rows"),
+    "outcomes.u16": (np.dtype("<u2"), "rows"),
+}
+_LARGE = ("tokens.i32", "mask.u8")
+_ALWAYS_VERIFIED = 64 << 20
+"""Bytes up to which even the large files are checked at every open."""
+
+
+def content_key(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> int:
+    """64-bit hash of a row's (ids int32 [n], mask bool [n]) samples: equal content, equal key."""
+    digest = hashlib.blake2b(digest_size=8)
+    for ids, mask in samples:
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(ids, dtype="<i4").data)
+        digest.update(np.ascontiguousarray(mask, dtype=np.uint8).data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def new_index(settings: dict[str, Any]) -> dict[str, Any]:
+    crc = dict.fromkeys(FILES, 0)
+    state = {"samples": 0, "tokens": 0, "rows": 0, "crc32": crc, "info": {}}
+    return {
+        "format": _FORMAT,
+        "settings": settings,
+        "committed": state,
+        "complete": None,
+        "prefixes": [],
+    }
+
+
+def read_index(path: Path) -> dict[str, Any] | None:
+    """The checked index, or none where there is no index file."""
+    try:
+        index: dict[str, Any] = json.loads((path / "index.json").read_text())
+        if index["format"] == _FORMAT:
+            for state in (index["committed"], index["complete"] or index["committed"]):
+                counts = [int(state[k]) for k in ("samples", "tokens", "rows")]
+                counts += [int(state["crc32"][name]) for name in FILES]
+                assert min(counts) >= 0
+                assert isinstance(state["info"], dict)
+            assert isinstance(index["settings"], dict)
+            assert all(len(prefix) == 2 for prefix in index["prefixes"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, KeyError, TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"{path}/index.json is damaged ({error!r}); prepare it again") from None
+    if index["format"] != _FORMAT:
+        raise UserError(
+            f"{path} has store format {index['format']}, expected {_FORMAT}; prepare it again"
+        )
+    return index
+
+
+def identity_of(state: dict[str, Any]) -> str:
+    """Of the samples alone: rows that were skipped, and commits on the way, do not count."""
+    names = ("tokens.i32", "mask.u8", "offsets.i64", "rows.i64")
+    parts = {name: state["crc32"][name] for name in names}
+    return cache_key({"samples": state["samples"], "tokens": state["tokens"], "crc32": parts})
+
+
+def bytes_of(name: str, state: dict[str, Any]) -> int:
+    dtype, unit = FILES[name]
+    count = int(state[unit])
+    if name == "offsets.i64" and count:
+        count += 1
+    return count * int(dtype.itemsize)
+
+
+def damaged(path: Path, expected: int) -> UserError:
+    found = path.stat().st_size if path.exists() else 0
+    return UserError(
+        f"{path} has {found} bytes, its index says {expected}: the store is damaged; remove "
+        f"{path.parent} and prepare it again"
+    )
+
+
+def map_file(path: Path, state: dict[str, Any], known: list[int] | None) -> np.ndarray:
+    """One file's array, verified; a large one only if `known`, its stamp, is not of today."""
+    dtype, _ = FILES[path.name]
+    expected = bytes_of(path.name, state)
+    if not path.exists() or path.stat().st_size < expected or state["samples"] == 0:
+        raise damaged(path, expected)
+    if expected == 0:  # a store without a log of rows
+        return np.zeros(0, dtype=dtype)
+    array = np.memmap(path, dtype=dtype, mode="r", shape=(expected // dtype.itemsize,))
+    if path.name in _LARGE and expected > _ALWAYS_VERIFIED and known == _times(path):
+        return array
+    crc, step = 0, (1 << 24) // dtype.itemsize
+    for start in range(0, len(array), step):
+        crc = zlib.crc32(array[start : start + step].data, crc)
+    if crc != state["crc32"][path.name]:
+        raise UserError(f"{path} fails its checksum; remove {path.parent} and prepare it again")
+    return array
+
+
+def _times(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def stamp(path: Path) -> None:
+    """Note that the large files are right as they are now. It only saves time: best effort."""
+    now = {name: _times(path / name) for name in _LARGE}
+    if read_stamp(path) != now:
+        try:
+            replace_json(path / "verified.json", now)
+        except OSError:  # a store on a read-only medium is verified at every open
+            return
+
+
+def read_stamp(path: Path) -> dict[str, list[int]]:
+    try:
+        return dict(json.loads((path / "verified.json").read_text()))
+    except (OSError, TypeError, ValueError):
+        return {}
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Write JSON under a temporary name, then give it its own: it is never seen half."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(scratch, "w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def cache_key(parts: dict[str, Any]) -> str:
+    """Name of a derived store: a hash of everything its content depends on (requirement 4)."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def code_version(*files: str) -> str:
+    """Hash of source files: changing the code that wrote a store makes its key another."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()
