@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dflash_ext.bench import anchors, attention, first_call, launch, problem, timing
+from dflash_ext.bench import anchors, attention, first_call, launch, problem, recorder, timing
 from dflash_ext.bench.shapes import (
     CUDA_SHAPES,
     TARGETS,
@@ -235,6 +236,35 @@ def test_device_time_needs_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(FakeEvent, "query", lambda self: True)
     with pytest.raises(RuntimeError, match="waits for the device"):
         one.seconds()
+
+
+def test_recorded_launch_repeats_the_call() -> None:
+    p = small()
+    layout, real = p.build_layout(), operator._C
+    with recorder.recorded(operator) as calls:
+        out = operator.dflash_attention(*p.leaves, layout)
+    assert operator._C is real
+    assert [name for name, _ in calls] == ["attention_cpu_forward"]
+    expected = out.detach().clone()
+    out.detach().zero_()
+    calls[0][1]()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kernel", ["attention_bwd_dq", "hopper_bwd_dq"])
+def test_a_forced_path_must_be_taken(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = small()
+    layout = p.build_layout()
+    monkeypatch.setattr(operator, "_C", SimpleNamespace(**{kernel: lambda: None}))
+    monkeypatch.setattr(problem, "dflash_attention", lambda *tensors: None)
+    monkeypatch.setattr(
+        problem, "gradient_run", lambda out, leaves: lambda: getattr(operator._C, kernel)()
+    )
+    if kernel.startswith("hopper"):
+        with pytest.raises(RuntimeError, match=r"still launched \['hopper_bwd_dq'\]"):
+            problem.forced_runs(p, layout, "triton")
+    else:
+        assert list(problem.forced_runs(p, layout, "triton")) == ["triton fwd", "triton bwd"]
 
 
 # ---- on a GPU

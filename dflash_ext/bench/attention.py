@@ -111,7 +111,8 @@ class CudaBench:
         runs = self.always | operator_runs(problem, layout)
         extra: Row = {}
         if triton:
-            runs |= forced_runs(problem, layout, "triton")
+            forced = partial(forced_runs, problem, layout, "triton")
+            runs |= self._anchor(f"plain Triton {shape.name}", forced)
         if flex:
 
             def set_up() -> dict[str, Run]:
@@ -168,6 +169,7 @@ def cpu_row(shape: Shape, dtype: torch.dtype, rounds: int) -> Row:
     row: Row = {
         "shape": shape.name,
         "dtype": str(dtype).removeprefix("torch."),
+        "path": operator.attention_path(problem.leaves, layout),
         "product_gflops": anchors.product_flops("cpu") / t["product"] / 1e9,
     }
     for p, flops in PASSES.items():
@@ -180,7 +182,12 @@ def cpu_row(shape: Shape, dtype: torch.dtype, rounds: int) -> Row:
 
 def bench_cpu(shapes: Sequence[Shape], rounds: int) -> Row:
     dtypes = (torch.float32, torch.bfloat16)
-    rows = [cpu_row(shape, dtype, rounds) for shape in shapes for dtype in dtypes]
+    rows = []
+    for shape in shapes:
+        for dtype in dtypes:
+            rows.append(cpu_row(shape, dtype, rounds))
+            row = rows[-1]
+            print(f"{shape.name}, {row['dtype']}: × SDPA {row['over_sdpa']:.1f}", flush=True)
     print(tables.cpu_table(rows), flush=True)
     return {"shapes": rows}
 

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dflash_ext.bench.recorder import recorded
 from dflash_ext.bench.shapes import Shape
 from dflash_ext.bench.timing import Run
 from dflash_ext.ops import attention as operator
@@ -109,7 +110,11 @@ def operator_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
 
 
 def forced_runs(problem: Problem, layout: AttentionLayout, path: str) -> dict[str, Run]:
-    """Forward and backward through one kernel path, whatever the operator would choose."""
+    """Forward and backward through one kernel path, whatever the operator would choose.
+
+    Raises RuntimeError if "triton" still launches Hopper's kernels: the backward runs in autograd's
+    own thread, where a forced path is easily lost.
+    """
 
     def under(run: Run) -> Run:
         def forced() -> object:
@@ -119,5 +124,10 @@ def forced_runs(problem: Problem, layout: AttentionLayout, path: str) -> dict[st
         return forced
 
     forward = under(partial(dflash_attention, *problem.leaves, layout))
-    backward = gradient_run(forward(), problem.leaves)
-    return {f"{path} fwd": forward, f"{path} bwd": under(backward)}
+    with recorded(operator) as calls:
+        backward = under(gradient_run(forward(), problem.leaves))
+        backward()
+    wrong = [name for name, _ in calls if name.startswith("hopper")]
+    if path == "triton" and wrong:
+        raise RuntimeError(f"forced onto {path!r}, the operator still launched {wrong}")
+    return {f"{path} fwd": forward, f"{path} bwd": backward}
