@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_cases import SMALL, small
 
 from dflash_ext.bench import anchors, attention, first_call, launch, problem, recorder, timing
 from dflash_ext.bench.shapes import (
@@ -24,14 +24,6 @@ from dflash_ext.bench.shapes import (
 from dflash_ext.ops import attention as operator
 from dflash_ext.ops import layout as layout_ops
 from dflash_ext.ops.attention import visible_pairs
-
-ROOT = Path(__file__).parents[1]
-SMALL = Shape("A", (50, 7, 90), 11, 8, 2, 1, 64)
-
-
-def small(window: int | None = None, causal: bool = False) -> problem.Problem:
-    return problem.make_problem(replace(SMALL, window=window, causal=causal), "cpu", torch.float32)
-
 
 # ---- what is measured
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_cases import SMALL, small
 
 from dflash_ext.bench import anchors, attention, launch, plot, problem, tables, timing
 from dflash_ext.bench.shapes import (
@@ -25,12 +26,6 @@ from dflash_ext.ops import attention as operator
 from dflash_ext.ops.attention import visible_pairs
 
 ROOT = Path(__file__).parents[1]
-SMALL = Shape("A", (50, 7, 90), 11, 8, 2, 1, 64)
-
-
-def small(window: int | None = None, causal: bool = False) -> problem.Problem:
-    return problem.make_problem(replace(SMALL, window=window, causal=causal), "cpu", torch.float32)
-
 
 # ---- the whole command
 
