@@ -3,11 +3,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 
 #include "cpu/attention.h"
 #include "driver.h"
 #include "kernels.h"
+#include "tensor_map.h"
 
 namespace py = pybind11;
 
@@ -80,6 +82,12 @@ PYBIND11_MODULE(_C, module) {
              "Load every kernel image for a CUDA device now (before capturing a graph).");
   module.def("describe_device", &describe_device, py::arg("device"),
              "Name of a CUDA device and the images it runs.");
+  module.def("device_images",
+             [](int device) {
+               const ImageChoice c = device_images(device);
+               return py::make_tuple(c.sm, c.is_ptx);
+             },
+             py::arg("device"), "(architecture, is PTX) of the images a CUDA device runs.");
   module.def("choose_image",
              [](int sm) {
                const ImageChoice c = choose_image(sm, "sm_" + std::to_string(sm));

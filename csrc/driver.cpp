@@ -30,6 +30,8 @@ Driver load() {
 #undef X
   d.cuKernelGetParamInfo =
       reinterpret_cast<decltype(d.cuKernelGetParamInfo)>(dlsym(handle, "cuKernelGetParamInfo"));
+  d.cuTensorMapEncodeTiled = reinterpret_cast<decltype(d.cuTensorMapEncodeTiled)>(
+      dlsym(handle, "cuTensorMapEncodeTiled"));
   if (CUresult r = d.cuInit(0)) {
     const char* name = nullptr;
     d.cuGetErrorName(r, &name);

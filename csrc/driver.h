@@ -24,7 +24,8 @@ namespace dflash {
   X(cuLibraryGetKernel)            \
   X(cuKernelGetFunction)           \
   X(cuKernelSetAttribute)          \
-  X(cuLaunchKernelEx)
+  X(cuLaunchKernelEx)              \
+  X(cuMemsetD32Async)
 
 struct Driver {
 #define X(name) decltype(&::name) name = nullptr;
@@ -32,6 +33,8 @@ struct Driver {
 #undef X
   // Present from CUDA 12.4 on; used to double-check parameter sizes at load.
   CUresult (*cuKernelGetParamInfo)(CUkernel, size_t, size_t*, size_t*) = nullptr;
+  // Present from CUDA 12.0 on; needed by the Hopper kernels alone.
+  decltype(&::cuTensorMapEncodeTiled) cuTensorMapEncodeTiled = nullptr;
   std::string error;  // why there is no usable driver; empty if there is one
 };
 

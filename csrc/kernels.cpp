@@ -37,6 +37,7 @@ int head_dim_slot(int head_dim) {
 // Everything known of one device. Complete and immutable once published by device_state().
 struct DeviceState {
   int device = 0;
+  int multiprocessors = 0;
   std::string name;
   ImageChoice choice{};
   CUcontext context = nullptr;  // the primary context, the one torch uses; retained, never released
@@ -109,6 +110,9 @@ const DeviceState* load_device(int index) {
         "cuDeviceGetAttribute");
   state->name = std::string(name) + " (sm_" + std::to_string(major * 10 + minor) + ")";
   state->choice = choose_image(major * 10 + minor, state->name);
+  check(d.cuDeviceGetAttribute(&state->multiprocessors,
+                               CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device),
+        "cuDeviceGetAttribute");
   check(d.cuDevicePrimaryCtxRetain(&state->context, device), "cuDevicePrimaryCtxRetain");
   ContextScope scope(d, state->context);
   for (const Image& image : kImages) {
@@ -176,7 +180,7 @@ ImageChoice choose_image(int sm, const std::string& device_name) {
 }
 
 void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** values,
-            const size_t* sizes, size_t count, const std::function<int64_t(int64_t)>& grid) {
+            const size_t* sizes, size_t count, uint64_t counter, const Grid& grid) {
   const Driver& d = require_driver();
   const DeviceState& state = device_state(device);
   const int slot = head_dim_slot(head_dim);
@@ -189,7 +193,7 @@ void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** v
                              std::to_string(head_dim) + " on " + state.name + "; built are " +
                              join(dims, ""));
   }
-  const int64_t programs = grid(loaded.image->tile);
+  const int64_t programs = grid(loaded.image->tile, state.multiprocessors);
   if (programs == 0) return;
   if (programs < 0 || programs > INT32_MAX)
     throw std::runtime_error(std::string(kKernelNames[int(kernel)]) + ": " +
@@ -202,6 +206,8 @@ void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** v
     check_parameters(d, loaded, sizes, count);
     seen.store(true, std::memory_order_release);
   }
+  const auto queue = reinterpret_cast<CUstream>(stream);
+  if (counter) check(d.cuMemsetD32Async(counter, 0, 1, queue), "cuMemsetD32Async");
   CUdeviceptr no_scratch = 0;  // Triton's global and profile scratch: the build checks both unused
   values[count] = &no_scratch;
   values[count + 1] = &no_scratch;
@@ -211,7 +217,7 @@ void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** v
   config.blockDimX = unsigned(loaded.image->threads);
   config.blockDimY = config.blockDimZ = 1;
   config.sharedMemBytes = unsigned(loaded.image->shared_bytes);
-  config.hStream = reinterpret_cast<CUstream>(stream);
+  config.hStream = queue;
   // A CUkernel is launched through the CUfunction type: the driver resolves it per context.
   check(d.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(loaded.kernel), values, nullptr),
         std::string("launching ") + kKernelNames[int(kernel)] + " on " + state.name);
@@ -223,5 +229,7 @@ std::string describe_device(int device) {
   const DeviceState& state = device_state(device);
   return state.name + ": sm_" + std::to_string(state.choice.sm) + (state.choice.is_ptx ? " PTX" : "");
 }
+
+ImageChoice device_images(int device) { return device_state(device).choice; }
 
 }  // namespace dflash

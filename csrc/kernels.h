@@ -35,9 +35,11 @@ ImageChoice choose_image(int sm, const std::string& device_name);
 
 // Launches a kernel on `device` and `stream` (a CUstream, 0 for the default stream). `values` are
 // the arguments followed by room for two scratch pointers. `grid` gives the number of programs from
-// the image's tile; 0 programs launch nothing. Works from any thread, also one without a context.
+// the image's tile and the device's multiprocessors; 0 programs launch nothing. `counter` (0: none)
+// is the address of an int32 to zero first. Works from any thread, also one without a context.
+using Grid = std::function<int64_t(int64_t tile, int64_t multiprocessors)>;
 void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** values,
-            const size_t* sizes, size_t count, const std::function<int64_t(int64_t)>& grid);
+            const size_t* sizes, size_t count, uint64_t counter, const Grid& grid);
 
 // Loads every image of the device, so that nothing is loaded later (for example in graph capture).
 void warmup(int device);
@@ -45,5 +47,6 @@ void warmup(int device);
 // Built architectures, and for a device its name and the chosen image ("sm_90", "sm_80 PTX").
 std::vector<int> built_architectures();
 std::string describe_device(int device);
+ImageChoice device_images(int device);
 
 }  // namespace dflash

@@ -12,6 +12,7 @@ enum { MAX_RECORDS = 100000, MAX_LOADS = 4096, MAX_PARAMS = 64 };
 
 struct config { unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared; void *stream; };
 struct load { const unsigned char *image; char symbol[64]; int shared; };
+struct map { uint64_t address; uint64_t extents[3], strides[2]; unsigned box[3]; int rank, type, swizzle; };
 struct record {
   int load, context;
   unsigned grid, block, shared;
@@ -21,7 +22,9 @@ struct record {
 
 static struct load loads[MAX_LOADS];
 static struct record records[MAX_RECORDS];
-static int num_loads, num_records, num_params;
+static struct map maps[MAX_RECORDS];
+static int num_loads, num_records, num_params, num_maps, num_memsets;
+static uint64_t last_memset;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread uintptr_t stack[16];
 static __thread int depth;
@@ -38,6 +41,10 @@ struct load *stub_load(int i) { return &loads[i]; }
 int stub_num_records(void) { return num_records; }
 struct record *stub_record(int i) { return &records[i]; }
 void stub_expect_params(int n) { num_params = n; }
+int stub_num_maps(void) { return num_maps; }
+struct map *stub_map(int i) { return &maps[i]; }
+int stub_num_memsets(void) { return num_memsets; }
+uint64_t stub_last_memset(void) { return last_memset; }
 int stub_context_depth(void) { return depth; }
 
 /* the driver */
@@ -51,7 +58,7 @@ CUresult cuDeviceGetCount(int *n) { *n = env("STUB_DEVICES", 2); return 0; }
 CUresult cuDeviceGetName(char *s, int n, int d) { (void)d; strncpy(s, "Stub GPU", n); return 0; }
 CUresult cuDeviceGetAttribute(int *v, int attribute, int d) {
   (void)d;
-  *v = attribute == 75 ? env("STUB_SM", 90) / 10 : env("STUB_SM", 90) % 10;
+  *v = attribute == 16 ? 132 : attribute == 75 ? env("STUB_SM", 90) / 10 : env("STUB_SM", 90) % 10;
   return 0;
 }
 CUresult cuDevicePrimaryCtxRetain(void **c, int d) { *c = (void *)(uintptr_t)(1000 + d); return 0; }
@@ -79,6 +86,28 @@ CUresult cuKernelSetAttribute(int attribute, int value, void *kernel, int device
   if (attribute == 8 && value > limit * 1024) return 1;
   if (attribute == 8) loads[(uintptr_t)kernel - 1].shared = value;
   return 0;
+}
+CUresult cuMemsetD32Async(uint64_t at, unsigned value, size_t count, void *stream) {
+  (void)stream;
+  if (!depth || value || count != 1) return 201;
+  pthread_mutex_lock(&lock);
+  last_memset = at;
+  ++num_memsets;
+  pthread_mutex_unlock(&lock);
+  return answer("cuMemsetD32Async");
+}
+CUresult cuTensorMapEncodeTiled(void *out, int type, unsigned rank, void *address, const uint64_t *extents,
+                                const uint64_t *strides, const unsigned *box, const unsigned *steps,
+                                int interleave, int swizzle, int promotion, int fill) {
+  (void)steps; (void)promotion;
+  if (interleave || fill || (uintptr_t)out % 64) return 1;
+  pthread_mutex_lock(&lock);
+  struct map *m = &maps[num_maps++ % MAX_RECORDS];
+  m->address = (uint64_t)address; m->rank = rank; m->type = type; m->swizzle = swizzle;
+  for (unsigned i = 0; i < rank; ++i) { m->extents[i] = extents[i]; m->box[i] = box[i]; }
+  for (unsigned i = 0; i + 1 < rank; ++i) m->strides[i] = strides[i];
+  pthread_mutex_unlock(&lock);
+  return answer("cuTensorMapEncodeTiled");
 }
 #ifdef PARAM_INFO
 CUresult cuKernelGetParamInfo(void *kernel, size_t i, size_t *offset, size_t *size) {

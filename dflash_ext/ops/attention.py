@@ -9,6 +9,9 @@ Shapes: N blocks, B slots, T context rows, Hq / Hkv query / key-value heads, D h
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +28,12 @@ CUDA_DTYPES = (torch.bfloat16,)
 # The CUDA kernels copy 16 bytes at a time and were promised strides in multiples of 16 elements.
 POINTER_ALIGNMENT = 16
 STRIDE_ALIGNMENT = 16
+# The Hopper kernels (TMA, wgmma) take tiles of 128 rows, each a whole number of blocks, and are
+# compiled for these head dims and numbers of own keys.
+HOPPER_ARCHITECTURE = 90
+HOPPER_HEAD_DIMS = (64, 128)
+HOPPER_TILE = 128
+HOPPER_OWN_TILES = (16, 32, 64)
 TENSOR_NAMES = ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
 
 
@@ -125,6 +134,43 @@ def _check_alignment(name: str, x: Tensor) -> None:
             f"{name} has strides {x.stride()}: one row must span less than 2**31 elements, call "
             ".contiguous()"
         )
+
+
+_forced_path: ContextVar[str | None] = ContextVar("forced_path", default=None)
+
+
+@contextmanager
+def forced_path(path: str) -> Iterator[None]:
+    """Within: calls on CUDA take this path ("triton" runs everywhere). For tests and benchmarks."""
+    token = _forced_path.set(path)
+    try:
+        yield
+    finally:
+        _forced_path.reset(token)
+
+
+def attention_path(t: Tensors, layout: AttentionLayout) -> str:
+    """Which kernels a call takes: "cpu", "hopper" or "triton" (everything Hopper's do not cover)."""
+    if not t.q.is_cuda:
+        return "cpu"
+    rows_per_block = layout.block_size * (t.q.shape[1] // t.k_blk.shape[1])
+    covered = (
+        _C.device_images(t.q.device.index) == (HOPPER_ARCHITECTURE, False)
+        and t.q.shape[2] in HOPPER_HEAD_DIMS
+        and HOPPER_TILE % rows_per_block == 0
+        and layout.num_ctx > 0  # a tensor map has no empty tensors
+        and layout.num_blocks > 0
+        and t.q.shape[0] * t.q.shape[1] < 2**31  # rows of all heads, as TMA counts them
+    )
+    return _forced_path.get() or ("hopper" if covered else "triton")
+
+
+def hopper_own_tile(block_size: int, gqa_ratio: int) -> int:
+    """Own keys that a consumer's 64 rows attend to, rounded up to a compiled tile."""
+    # A block of 128 rows is split over two consumers: each needs the keys of the whole block.
+    whole = block_size * gqa_ratio == HOPPER_TILE
+    keys = block_size if whole else HOPPER_TILE // 2 // gqa_ratio
+    return min(tile for tile in HOPPER_OWN_TILES if tile >= keys)
 
 
 class _Attention(torch.autograd.Function):
@@ -245,13 +291,41 @@ def _order(layout: AttentionLayout) -> dict[str, int]:
     }
 
 
+class _Kernels(NamedTuple):
+    """The three launchers of a path, and the arguments that only this path takes."""
+
+    forward: Callable[..., None]
+    dq: Callable[..., None]
+    dkv: Callable[..., None]
+    extra: dict[str, int]
+    keep: Tensor | None
+    """Memory behind `extra`, to be kept until the launches are queued."""
+
+
+def _kernels(t: Tensors, layout: AttentionLayout) -> _Kernels:
+    if attention_path(t, layout) != "hopper":
+        return _Kernels(_C.attention_fwd, _C.attention_bwd_dq, _C.attention_bwd_dkv, {}, None)
+    own = hopper_own_tile(layout.block_size, t.q.shape[1] // t.k_blk.shape[1])
+    # The persistent programs draw their work from a counter; the launcher zeroes it each time.
+    counter = torch.empty(1, dtype=torch.int32, device=t.q.device)
+    return _Kernels(
+        getattr(_C, f"hopper_fwd_own{own}"),
+        getattr(_C, f"hopper_bwd_dq_own{own}"),
+        _C.hopper_bwd_dkv,
+        {"counter_ptr": counter.data_ptr()},
+        counter,
+    )
+
+
 def _forward_cuda(t: Tensors, layout: AttentionLayout, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = _contiguous_like(t.q), _new_lse(t)
-    _C.attention_fwd(
+    kernels = _kernels(t, layout)
+    kernels.forward(
         out_ptr=out.data_ptr(),
         lse_ptr=lse.data_ptr(),
         **_order(layout),
         **_cuda_arguments(t, layout, scale),
+        **kernels.extra,
     )
     return out, lse
 
@@ -262,14 +336,16 @@ def _backward_cuda(
     dq, dk_ctx, dv_ctx, dk_blk, dv_blk = grads = [_contiguous_like(x) for x in t]
     delta = torch.empty_like(lse)
     assert layout.schedule is not None
+    kernels = _kernels(t, layout)
     shared = _cuda_arguments(t, layout, scale) | {
         "dout_ptr": grad_out.data_ptr(),
         "lse_ptr": lse.data_ptr(),
         "delta_ptr": delta.data_ptr(),
         "scale": scale,
+        **kernels.extra,
     }
-    _C.attention_bwd_dq(out_ptr=out.data_ptr(), dq_ptr=dq.data_ptr(), **_order(layout), **shared)
-    _C.attention_bwd_dkv(
+    kernels.dq(out_ptr=out.data_ptr(), dq_ptr=dq.data_ptr(), **_order(layout), **shared)
+    kernels.dkv(
         ranges_ptr=layout.schedule.ranges.data_ptr(),
         dk_ctx_ptr=dk_ctx.data_ptr(),
         dv_ctx_ptr=dv_ctx.data_ptr(),

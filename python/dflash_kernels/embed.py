@@ -15,7 +15,8 @@ import json
 import sys
 from pathlib import Path
 
-from dflash_kernels.variants import KERNELS, KEY_TILE, TYPES, Kernel, variants
+from dflash_kernels.spec import TYPES, Computed, Kernel, TensorMap, VectorMap
+from dflash_kernels.variants import KERNELS, KEY_TILE, variants
 
 
 def assembly(stems: dict[str, Path]) -> str:
@@ -39,24 +40,58 @@ def image_row(record: dict, label: str) -> str:
     return f'  {{{head}, "{record["symbol"]}", dflash_{label}, {tail}}},'
 
 
+def encode(name: str, kind: TensorMap | VectorMap) -> str:
+    """C++ that encodes a map from host arguments."""
+    if isinstance(kind, VectorMap):
+        return f"const CUtensorMap {name} = vector_map({kind.tensor}_ptr, {kind.length}, {kind.box});"
+    if kind.contiguous:
+        strides = f"int64_t({kind.heads}) * head_dim, head_dim"
+    else:
+        strides = f"{kind.tensor}_row, {kind.tensor}_head"
+    return (
+        f"const CUtensorMap {name} = rows_map({kind.tensor}_ptr, {kind.rows}, {kind.heads}, "
+        f"head_dim, {strides}, {kind.box_rows}, {kind.box_heads});"
+    )
+
+
 def launcher(kernel: Kernel) -> str:
     """One function: resolves the image, computes the grid, launches; throws on any error."""
-    typed = [f"{TYPES[kind][1]} {name}" for name, kind in kernel.arguments.items()]
-    sizes = ", ".join(f"sizeof({name})" for name in kernel.arguments)
-    values = ", ".join(f"&{name}" for name in kernel.arguments)
+    typed = [f"{TYPES[kind][1]} {name}" for name, kind in kernel.host.items()]
+    made: list[str] = []
+    values: list[str] = []
+    sizes: list[str] = []
+    for name, kind in kernel.arguments.items():
+        values.append(f"&{name}")
+        sizes.append(f"sizeof({name})")
+        if isinstance(kind, Computed):
+            made.append(f"const int32_t {name} = {kind.expression};")
+        elif not isinstance(kind, str):
+            made.append(encode(name, kind))
+            # Extents and strides follow the map; the build checks that the code reads none.
+            rank = 3 if isinstance(kind, TensorMap) else 1
+            values += ["&unread"] * 2 * rank
+            sizes += ["4"] * rank + ["8"] * rank
+    counters = [name for name, kind in kernel.arguments.items() if kind == "counter*"]
+    if any(value == "&unread" for value in values):
+        made.append("const int64_t unread = 0;")
+    body = "".join(f"  {line}\n" for line in made)
+    arguments = ", ".join(f"const_cast<void*>(static_cast<const void*>({v}))" for v in values)
     return f"""
 inline void {kernel.name}(int device, uint64_t stream, int head_dim, {", ".join(typed)}) {{
-  static const size_t sizes[] = {{{sizes}}};
-  void* values[] = {{{values}, nullptr, nullptr}};
+{body}  static const size_t sizes[] = {{{", ".join(sizes)}}};
+  void* values[] = {{{arguments}, nullptr, nullptr}};
   launch(KernelId::{kernel.name}, device, stream, head_dim, values, sizes, std::size(sizes),
-         [&]([[maybe_unused]] int64_t tile) -> int64_t {{ return {kernel.grid}; }});
+         {counters[0] if counters else 0},
+         [&]([[maybe_unused]] int64_t tile, [[maybe_unused]] int64_t multiprocessors) -> int64_t {{
+           return {kernel.grid};
+         }});
 }}
 """
 
 
 def bind(kernel: Kernel) -> str:
     names = ", ".join(f'py::arg("{name}")' for name in ("device", "stream", "head_dim"))
-    names += "".join(f', py::arg("{name}")' for name in kernel.arguments)
+    names += "".join(f', py::arg("{name}")' for name in kernel.host)
     # The driver call can wait for the device's queue: never hold the GIL over it.
     return (
         f'  module.def("{kernel.name}", &{kernel.name}, {names},\n'
