@@ -139,4 +139,4 @@ def _difference(problem: Problem, layout: AttentionLayout, out: Tensor, q: Tenso
     ours = dflash_attention(*problem.leaves, layout)
     (our_dq,) = torch.autograd.grad(ours, problem.leaves.q, grad[0].transpose(0, 1))
     pairs = ((ours, out[0].transpose(0, 1)), (our_dq, dq[0].transpose(0, 1)))
-    return max(float((x - y).float().norm() / y.float().norm()) for x, y in pairs)
+    return max(float((x - y).detach().float().norm() / y.detach().float().norm()) for x, y in pairs)
