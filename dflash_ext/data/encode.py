@@ -15,6 +15,7 @@ from dflash_ext.data import chat, formats, rows, templates
 from dflash_ext.data.chat import Sample, SpanFinder
 from dflash_ext.data.formats import Conversation, Text, Tokens, is_utf8, parse_row
 from dflash_ext.data.rows import ChatOptions, Row, SkipRow, has_candidate
+from dflash_ext.data.store_files import code_version
 from dflash_ext.data.templates import Renderer, check_backend
 
 _CROSSES = "a token crosses the border of a turn"
@@ -195,8 +196,8 @@ def fit(length: int, bounds: list[tuple[int, int]], max_length: int) -> tuple[in
 def byte_lengths(tokenizer: Any) -> np.ndarray | None:
     """int32 [V]: bytes of text behind each token; None if tokens do not stand for fixed bytes.
 
-    They do in byte-level BPE: each character of a token's name spells one byte, and every byte has
-    a token, so nothing is unknown. With these a token's place needs no offsets.
+    They do in byte-level BPE: each character of a token's name spells one byte. With these lengths
+    a token's place needs no offsets, and a text with bytes unknown to the tokenizer adds up wrong.
     """
     backend = tokenizer.backend_tokenizer
     spec = json.loads(backend.to_str())
@@ -218,13 +219,13 @@ def byte_lengths(tokenizer: Any) -> np.ndarray | None:
     ):
         return None
     names = backend.get_vocab(with_added_tokens=True)
-    if sum(len(name) == 1 for name in model["vocab"]) < 256:
-        return None
     lengths = np.zeros(max(names.values()) + 1, dtype=np.int32)
     for name, token in names.items():
         lengths[token] = len(name)
     for token, added in backend.get_added_tokens_decoder().items():
         lengths[token] = len(added.content.encode())
+    if model.get("unk_token") in names:
+        lengths[names[model["unk_token"]]] = 1 << 24  # no text adds up with it
     return lengths
 
 
@@ -274,8 +275,6 @@ def identity(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
     """Everything that decides what rows become, JSON-able, for cache keys (requirement 4)."""
     import tokenizers
     import transformers
-
-    from dflash_ext.data.store import code_version  # torch: not for the processes that encode
 
     check_backend(tokenizer)
     modules = (__file__, chat.__file__, formats.__file__, rows.__file__, templates.__file__)
