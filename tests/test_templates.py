@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from template_fixtures import FAMILIES, THINKERS, Family
 
@@ -67,19 +69,15 @@ def test_supervised_is_exactly_the_answer_and_its_end(family, answer):
 
 def test_in_front_of_the_answer_stand_the_prompt_and_the_boilerplate(family):
     tokenizer, (row,) = encode(family, [user("What is it?"), assistant("Hello there!")])
-    prompt = (
-        tokenizer.apply_chat_template(
+    before = tokenizer.decode(row.ids[: row.mask.argmax()])
+    assert before.endswith(family.boilerplate)
+    if "strftime_now" not in tokenizer.chat_template and not family.swallow:
+        prompt = tokenizer.apply_chat_template(
             [user("What is it?")],
             tokenize=False,
             add_generation_prompt=True,
-            **ChatOptions(template_kwargs=family.arguments).template_arguments(),
+            **json.loads(family.arguments),
         )
-        if "strftime_now" not in tokenizer.chat_template
-        else None
-    )
-    before = tokenizer.decode(row.ids[: row.mask.argmax()])
-    assert before.endswith(family.boilerplate)
-    if prompt is not None and not family.swallow:
         assert before == prompt + family.boilerplate
 
 
@@ -150,7 +148,7 @@ def test_reasoning_where_the_template_knows_none(name):
 
 @pytest.mark.parametrize("name", THINKERS)
 def test_an_answer_without_the_reasoning_its_prompt_asks_for_is_refused(name):
-    with pytest.raises(SkipRow, match="does not extend its prompt.*has no reasoning"):
+    with pytest.raises(SkipRow, match=r"does not extend its prompt.*has no reasoning"):
         encode(THINKERS[name], [user("a"), assistant("first")])
 
 
@@ -160,7 +158,7 @@ def test_reasoning_where_the_prompt_forbids_it_is_refused(name):
         assistant("first", reasoning_content="hm"),
         assistant("<think>\nhm\n</think>\n\nfirst"),
     ):
-        with pytest.raises(SkipRow, match="does not extend its prompt|leaves out"):
+        with pytest.raises(SkipRow, match=r"does not extend its prompt|leaves out"):
             encode(FAMILIES[name], [user("a"), answer])
 
 
@@ -171,12 +169,13 @@ CALLS = {
     "<|im_end|>",
     "qwen3": '<tool_call>\n{"name": "get_time", "arguments": {"city": "Rome"}}\n</tool_call>'
     "<|im_end|>",
-    "qwen3.5": "<tool_call>\n<function=get_time>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
-    "</tool_call><|im_end|>",
+    "qwen3.5": "<tool_call>\n<function=get_time>\n<parameter=city>\nRome\n</parameter>\n"
+    "</function>\n</tool_call><|im_end|>",
     "mistral_nemo": '[TOOL_CALLS][{"name": "get_time", "arguments": {"city": "Rome"}, "id": '
     '"abcdefghi"}]</s>',
     "mistral_small_3.2": '[TOOL_CALLS]get_time[CALL_ID]abcdefghi[ARGS]{"city": "Rome"}</s>',
-    "gpt_oss": ' to=functions.get_time<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>',
+    "gpt_oss": " to=functions.get_time<|channel|>commentary json<|message|>"
+    '{"city": "Rome"}<|call|>',
     "deepseek_v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_time<｜tool▁sep｜>"
     '{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
 }
@@ -199,13 +198,14 @@ def test_tool_calls_are_the_models_and_results_are_not(name, as_object):
     assert text == f"{CALLS[name]}It is 5.{family.end}"
     everything = tokenizer.decode(rows[-1].ids)
     assert "5 pm" in everything
-    assert "The time somewhere." in everything
+    if name != "deepseek_v3.1":  # its template shows no tools
+        assert "The time somewhere." in everything
 
 
 @pytest.mark.parametrize("name", ["phi_3.5", "smollm2", "zephyr"])
 def test_templates_without_tools_refuse_calls(name):
     turns = [user("a"), assistant("", tool_calls=[CALL])]
-    with pytest.raises(SkipRow, match="leaves out tool calls|refused"):
+    with pytest.raises(SkipRow, match=r"leaves out tool calls|refused"):
         encode(FAMILIES[name], turns)
 
 
