@@ -178,23 +178,30 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         *tensors, layout, scale = args
         t = Tensors(*tensors)
-        run = _forward_cuda if t.q.is_cuda else _forward_cpu
-        out, lse = run(t, layout, scale)
+        path = attention_path(t, layout)
+        if path == "cpu":
+            out, lse = _forward_cpu(t, layout, scale)
+        else:
+            out, lse = _forward_cuda(t, layout, scale, path)
         ctx.save_for_backward(*t, out, lse)
-        ctx.layout, ctx.scale = layout, scale
+        # The path is kept because autograd's threads know nothing of `forced_path`.
+        ctx.layout, ctx.scale, ctx.path = layout, scale, path
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         t = Tensors(*tensors)
         # Autograd may hand over an expanded (stride 0) or transposed gradient.
-        grad_out = grads[0].contiguous()
+        grad_out = grad_outputs[0].contiguous()
         if t.q.is_cuda and grad_out.data_ptr() % POINTER_ALIGNMENT:
             grad_out = grad_out.clone()
-        run = _backward_cuda if t.q.is_cuda else _backward_cpu
-        return (*run(t, out, lse, grad_out, ctx.layout, ctx.scale), None, None)
+        if ctx.path == "cpu":
+            grads = _backward_cpu(t, out, lse, grad_out, ctx.layout, ctx.scale)
+        else:
+            grads = _backward_cuda(t, out, lse, grad_out, ctx.layout, ctx.scale, ctx.path)
+        return (*grads, None, None)
 
 
 def _contiguous_like(x: Tensor) -> Tensor:
@@ -302,8 +309,8 @@ class _Kernels(NamedTuple):
     """Memory behind `extra`, to be kept until the launches are queued."""
 
 
-def _kernels(t: Tensors, layout: AttentionLayout) -> _Kernels:
-    if attention_path(t, layout) != "hopper":
+def _kernels(t: Tensors, layout: AttentionLayout, path: str) -> _Kernels:
+    if path == "triton":
         return _Kernels(_C.attention_fwd, _C.attention_bwd_dq, _C.attention_bwd_dkv, {}, None)
     own = hopper_own_tile(layout.block_size, t.q.shape[1] // t.k_blk.shape[1])
     # The persistent programs draw their work from a counter; the launcher zeroes it each time.
@@ -317,9 +324,11 @@ def _kernels(t: Tensors, layout: AttentionLayout) -> _Kernels:
     )
 
 
-def _forward_cuda(t: Tensors, layout: AttentionLayout, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_cuda(
+    t: Tensors, layout: AttentionLayout, scale: float, path: str
+) -> tuple[Tensor, Tensor]:
     out, lse = _contiguous_like(t.q), _new_lse(t)
-    kernels = _kernels(t, layout)
+    kernels = _kernels(t, layout, path)
     kernels.forward(
         out_ptr=out.data_ptr(),
         lse_ptr=lse.data_ptr(),
@@ -331,12 +340,18 @@ def _forward_cuda(t: Tensors, layout: AttentionLayout, scale: float) -> tuple[Te
 
 
 def _backward_cuda(
-    t: Tensors, out: Tensor, lse: Tensor, grad_out: Tensor, layout: AttentionLayout, scale: float
+    t: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    path: str,
 ) -> list[Tensor]:
     dq, dk_ctx, dv_ctx, dk_blk, dv_blk = grads = [_contiguous_like(x) for x in t]
     delta = torch.empty_like(lse)
     assert layout.schedule is not None
-    kernels = _kernels(t, layout)
+    kernels = _kernels(t, layout, path)
     shared = _cuda_arguments(t, layout, scale) | {
         "dout_ptr": grad_out.data_ptr(),
         "lse_ptr": lse.data_ptr(),

@@ -123,17 +123,27 @@ class Items:
         mbarrier.expect(self.full.index(r & 1), bytes)
 
     @gluon.jit
+    def announce_alone(self, r):
+        """The message is written and has no data with it."""
+        gl.thread_barrier()
+        mbarrier.arrive(self.full.index(r & 1), count=1)
+
+    @gluon.jit
     def end(self, r):
         self.wait_empty(r)
         self.write(r, 0, -1)
-        gl.thread_barrier()
-        mbarrier.arrive(self.full.index(r & 1), count=1)
+        self.announce_alone(r)
 
     @gluon.jit
     def take(self, r):
         """Wait for item r; returns its number, or -1."""
         mbarrier.wait(self.full.index(r & 1), (r >> 1) & 1)
         return self.read(r, 0)
+
+    @gluon.jit
+    def release(self, r):
+        gl.thread_barrier()
+        mbarrier.arrive(self.empty.index(r & 1), count=1)
 
     @gluon.jit
     def release_previous(self, r):
@@ -143,8 +153,7 @@ class Items:
         """
         if r > 0:
             tma.store_wait(0)
-            gl.thread_barrier()
-            mbarrier.arrive(self.empty.index((r - 1) & 1), count=1)
+            self.release(r - 1)
 
 
 @gluon.jit
@@ -155,7 +164,11 @@ def new_items():
 
 @gluon.jit
 def draw_item(counter_ptr):
-    """The next item after the first `num_programs`, which the programs have by their number."""
+    """The next item after the first `num_programs`, which the programs have by their number.
+
+    To be drawn late, before the last load of the present item: a program that draws early commits
+    itself to work that another one would be free for sooner.
+    """
     return gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
 
 
@@ -274,20 +287,36 @@ def load_own(
     blocks,
     t,
     kv_head,
-    FIRST: gl.constexpr,
     BN: gl.constexpr,
     OWN: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Producer: own keys (or values) of the halves of row tile t from FIRST on into one slot.
-
-    Both halves where 2 * OWN keys fit into a slot of BN, else one.
-    """
-    COUNT: gl.constexpr = CONSUMERS if CONSUMERS * OWN <= BN else 1
+    """Producer: the own keys (or values) of both halves of row tile t into one slot of the ring."""
+    gl.static_assert(CONSUMERS * OWN <= BN)
     ring.wait_empty(position)
     full = ring.full_barrier(position)
-    mbarrier.expect(full, COUNT * OWN * D * 2)
-    slot = ring.slot(position)._reinterpret(gl.bfloat16, [COUNT, OWN, 1, D], own_map.layout)
-    for g in gl.static_range(COUNT):
-        own_from = [blocks.first_own_key(t, FIRST + g), kv_head, 0]
+    mbarrier.expect(full, CONSUMERS * OWN * D * 2)
+    slot = ring.slot(position)._reinterpret(gl.bfloat16, [CONSUMERS, OWN, 1, D], own_map.layout)
+    for g in gl.static_range(CONSUMERS):
+        own_from = [blocks.first_own_key(t, g), kv_head, 0]
         tma.async_copy_global_to_shared(own_map, own_from, full, slot.index(g))
+
+
+@gluon.jit
+def load_rows(rows_map, ring, position, blocks, t, kv_head, D: gl.constexpr):
+    """Producer: row tile t (of Q, dO or O) into a slot of 128 rows, one half after the other."""
+    ring.wait_empty(position)
+    full = ring.full_barrier(position)
+    mbarrier.expect(full, TILE * D * 2)
+    slot = ring.slot(position)._reinterpret(gl.bfloat16, [CONSUMERS, 16, 4, D], rows_map.layout)
+    for g in gl.static_range(CONSUMERS):
+        rows_from = [blocks.first_token(t, g), kv_head << blocks.log_g, 0]
+        tma.async_copy_global_to_shared(rows_map, rows_from, full, slot.index(g))
+
+
+@gluon.jit
+def half_of_slot(ring, position, WG: gl.constexpr, D: gl.constexpr):
+    """A consumer's 64 rows of a slot that `load_rows` filled."""
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    slot = ring.slot(position)._reinterpret(gl.bfloat16, [CONSUMERS, HALF, D], FLAT)
+    return slot.index(WG)

@@ -21,8 +21,10 @@ from dflash_kernels.hopper import (
     TILE,
     Blocks,
     draw_item,
+    half_of_slot,
     load_keys,
     load_own,
+    load_rows,
     new_items,
     new_ring,
 )
@@ -45,8 +47,8 @@ def _load_for_dq(
     k_ctx_map,
     v_ctx_map,
     items,
-    q_sm,
-    do_sm,
+    q_ring,
+    do_ring,
     k_ring,
     v_ring,
     blocks,
@@ -59,11 +61,11 @@ def _load_for_dq(
     BN: gl.constexpr,
     OWN: gl.constexpr,
 ):
-    position = 0
+    k_position = 0
+    v_position = 0
     r = 0
     item = gl.program_id(0)
     while item < num_items:
-        next_item = draw_item(counter_ptr)
         kv_head = item % num_kv_heads
         t = blocks.tile_in_document_order(item // num_kv_heads, doc_first_ptr, doc_last_ptr)
         lo, hi = blocks.tile_interval(t)
@@ -72,36 +74,23 @@ def _load_for_dq(
         items.write(r, 1, t)
         items.write(r, 2, lo)
         items.write(r, 3, hi)
-        items.announce(r, 2 * TILE * D * 2)
-        full = items.full.index(r & 1)
-        head = kv_head << blocks.log_g
-        for g in gl.static_range(CONSUMERS):
-            rows_from = [blocks.first_token(t, g), head, 0]
-            at = (r & 1) * CONSUMERS + g
-            tma.async_copy_global_to_shared(q_map, rows_from, full, q_sm.index(at))
-            tma.async_copy_global_to_shared(dout_map, rows_from, full, do_sm.index(at))
-        # The two halves of `out` pass through one slot of either ring, only to give delta.
-        for g in gl.static_range(CONSUMERS):
-            ring = k_ring if g == 0 else v_ring
-            ring.wait_empty(position)
-            full = ring.full_barrier(position)
-            mbarrier.expect(full, HALF * D * 2)
-            slot = ring.slot(position)._reinterpret(gl.bfloat16, [16, 4, D], out_map.layout)
-            tma.async_copy_global_to_shared(
-                out_map, [blocks.first_token(t, g), head, 0], full, slot
-            )
-        position += 1
-        for first in gl.static_range(
-            0, CONSUMERS, BN // OWN if BN // OWN < CONSUMERS else CONSUMERS
-        ):
-            load_own(k_own_map, k_ring, position, blocks, t, kv_head, first, BN, OWN, D)
-            load_own(v_own_map, v_ring, position, blocks, t, kv_head, first, BN, OWN, D)
-            position += 1
+        items.announce_alone(r)
+        # In the order in which the previous item sets the buffers free. `out` passes through a slot
+        # of the K ring, only to give delta.
+        load_rows(q_map, q_ring, r, blocks, t, kv_head, D)
+        load_rows(out_map, k_ring, k_position, blocks, t, kv_head, D)
+        load_own(v_own_map, v_ring, v_position, blocks, t, kv_head, BN, OWN, D)
+        load_rows(dout_map, do_ring, r, blocks, t, kv_head, D)
+        load_own(k_own_map, k_ring, k_position + 1, blocks, t, kv_head, BN, OWN, D)
+        k_position += 2
+        v_position += 1
         for n in range(lo, hi, BN):
-            load_keys(k_ctx_map, k_ring, position, n, kv_head, BN, D)
-            load_keys(v_ctx_map, v_ring, position, n, kv_head, BN, D)
-            position += 1
-        item = next_item
+            if n + BN >= hi:
+                item = draw_item(counter_ptr)
+            load_keys(k_ctx_map, k_ring, k_position, n, kv_head, BN, D)
+            load_keys(v_ctx_map, v_ring, v_position, n, kv_head, BN, D)
+            k_position += 1
+            v_position += 1
         r += 1
     items.end(r)
 
@@ -131,8 +120,9 @@ def _differentiate_q(
     lse_ptr,
     delta_ptr,
     items,
-    q_sm,
-    do_sm,
+    q_ring,
+    do_ring,
+    dq_sm,
     k_ring,
     v_ring,
     blocks,
@@ -151,47 +141,41 @@ def _differentiate_q(
     OWN_ROW: gl.constexpr = gl.SliceLayout(1, OWN_S)
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    # Own keys of both consumers share a slot where they fit, else each has one.
-    OWN_SLOTS: gl.constexpr = 2 * OWN // BN if 2 * OWN > BN else 1
-    OWN_SHAPE: gl.constexpr = [CONSUMERS // OWN_SLOTS, OWN, D]
+    OWN_SHAPE: gl.constexpr = [CONSUMERS, OWN, D]
     num_rows = blocks.num_rows()
-    base = 0
+    k_base = 0  # ring positions of the item's first entries
+    v_base = 0
     r = 0
     item = items.take(0)
     while item >= 0:
         t = items.read(r, 1)
         lo = items.read(r, 2)
         hi = items.read(r, 3)
+        items.release(r)
         kv_head = item % num_kv_heads
         tiles = (hi - lo + BN - 1) // BN
-        first = base + 1 + OWN_SLOTS  # ring position of the first context tile
-        at = (r & 1) * CONSUMERS + WG
-        q = q_sm.index(at).reshape([HALF, D])
-        do = do_sm.index(at).reshape([HALF, D])
+        k_first = k_base + 2  # of the first context tile
+        v_first = v_base + 1
         row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=ROW)
         row_at = kv_head.to(gl.int64) * num_rows + row
         lse = gl.load(lse_ptr + row_at, mask=row < num_rows, other=float("inf"))
         full_lo, full_hi = blocks.full_interval(t, WG)
         token, block, lower, end = blocks.rows(row)
 
-        mine = k_ring if WG == 0 else v_ring
-        other = v_ring if WG == 0 else k_ring
-        mine.wait_full(base)
-        delta = _delta(mine.slot(base)._reinterpret(gl.bfloat16, [HALF, D], FLAT), do, D)
+        q = half_of_slot(q_ring, 0, WG, D)
+        do = half_of_slot(do_ring, 0, WG, D)
+        do_ring.wait_full(r)
+        k_ring.wait_full(k_base)
+        delta = _delta(half_of_slot(k_ring, k_base, WG, D), do, D)
         delta = gl.convert_layout(delta, ROW)
-        mine.release(base)
-        other.skip(base)
+        k_ring.release(k_base)
         gl.store(delta_ptr + row_at, delta, mask=row < num_rows)
 
-        own = base + 1 + (WG if OWN_SLOTS == CONSUMERS else 0)
-        IN_SLOT: gl.constexpr = WG if OWN_SLOTS == 1 else 0
-        if OWN_SLOTS == CONSUMERS and WG == 1:
-            k_ring.skip(base + 1)
-            v_ring.skip(base + 1)
-        k_ring.wait_full(own)
-        v_ring.wait_full(own)
-        own_k = k_ring.slot(own)._reinterpret(gl.bfloat16, OWN_SHAPE, FLAT).index(IN_SLOT)
-        own_v = v_ring.slot(own)._reinterpret(gl.bfloat16, OWN_SHAPE, FLAT).index(IN_SLOT)
+        q_ring.wait_full(r)
+        k_ring.wait_full(k_base + 1)
+        v_ring.wait_full(v_base)
+        own_k = k_ring.slot(k_base + 1)._reinterpret(gl.bfloat16, OWN_SHAPE, FLAT).index(WG)
+        own_v = v_ring.slot(v_base)._reinterpret(gl.bfloat16, OWN_SHAPE, FLAT).index(WG)
         own_s_token = _scores(q, own_k, HALF, OWN, OWN_S)
         own_dp_token = _scores(do, own_v, HALF, OWN, OWN_S)
         own_key = blocks.first_own_key(t, WG) + gl.arange(0, OWN, layout=gl.SliceLayout(0, OWN_S))
@@ -199,7 +183,7 @@ def _differentiate_q(
             own_key, gl.convert_layout(token, OWN_ROW), gl.convert_layout(block, OWN_ROW)
         )
         own_s, own_dp = warpgroup_mma_wait(0, deps=(own_s_token, own_dp_token))
-        v_ring.release(own)
+        v_ring.release(v_base)
         own_p = gl.exp2(own_s * scale_log2 - gl.convert_layout(lse, OWN_ROW)[:, None])
         own_p = gl.where(visible, own_p, 0.0)
         own_ds = own_p * (own_dp - gl.convert_layout(delta, OWN_ROW)[:, None])
@@ -210,48 +194,48 @@ def _differentiate_q(
             use_acc=False,
             is_async=True,
         )
-        k_ring.wait_full(first)
-        s_token = _scores(q, k_ring.slot(first).reshape([BN, D]), HALF, BN, S)
+        k_ring.wait_full(k_first)
+        s_token = _scores(q, k_ring.slot(k_first).reshape([BN, D]), HALF, BN, S)
         s, acc = warpgroup_mma_wait(0, deps=(s_token, acc_token))
-        k_ring.release(own)
-        if OWN_SLOTS == CONSUMERS and WG == 0:
-            k_ring.skip(base + 2)
-            v_ring.skip(base + 2)
-        items.release_previous(r)
+        k_ring.release(k_base + 1)
 
         for j in range(0, tiles - 1):
-            v_ring.wait_full(first + j)
-            dp_token = _scores(do, v_ring.slot(first + j).reshape([BN, D]), HALF, BN, S)
+            v_ring.wait_full(v_first + j)
+            dp_token = _scores(do, v_ring.slot(v_first + j).reshape([BN, D]), HALF, BN, S)
             p = _probability(s, lo + j * BN, lse, lower, end, full_lo, full_hi, scale_log2, BN, S)
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
-            v_ring.release(first + j)
+            v_ring.release(v_first + j)
             ds = gl.convert_layout((p * (dp - delta[:, None])).to(gl.bfloat16), P)
-            k_ring.wait_full(first + j + 1)
-            s_token = _scores(q, k_ring.slot(first + j + 1).reshape([BN, D]), HALF, BN, S)
-            acc_token = warpgroup_mma(
-                ds, k_ring.slot(first + j).reshape([BN, D]), acc, is_async=True
-            )
+            k_ring.wait_full(k_first + j + 1)
+            s_token = _scores(q, k_ring.slot(k_first + j + 1).reshape([BN, D]), HALF, BN, S)
+            k_tile = k_ring.slot(k_first + j).reshape([BN, D])
+            acc_token = warpgroup_mma(ds, k_tile, acc, is_async=True)
             s, acc = warpgroup_mma_wait(0, deps=(s_token, acc_token))
-            k_ring.release(first + j)
-        last = first + tiles - 1
-        v_ring.wait_full(last)
-        dp_token = _scores(do, v_ring.slot(last).reshape([BN, D]), HALF, BN, S)
-        p = _probability(
-            s, lo + (tiles - 1) * BN, lse, lower, end, full_lo, full_hi, scale_log2, BN, S
-        )
+            k_ring.release(k_first + j)
+        q_ring.release(r)  # the next item's Q arrives while this one's last tile is worked on
+        k_last = k_first + tiles - 1
+        v_last = v_first + tiles - 1
+        v_ring.wait_full(v_last)
+        dp_token = _scores(do, v_ring.slot(v_last).reshape([BN, D]), HALF, BN, S)
+        n = lo + (tiles - 1) * BN
+        p = _probability(s, n, lse, lower, end, full_lo, full_hi, scale_log2, BN, S)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
-        v_ring.release(last)
+        v_ring.release(v_last)
+        do_ring.release(r)
         ds = gl.convert_layout((p * (dp - delta[:, None])).to(gl.bfloat16), P)
-        acc_token = warpgroup_mma(ds, k_ring.slot(last).reshape([BN, D]), acc, is_async=True)
+        acc_token = warpgroup_mma(ds, k_ring.slot(k_last).reshape([BN, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc_token,))
-        k_ring.release(last)
-        base = last + 1
+        k_ring.release(k_last)
+        k_base = k_last + 1
+        v_base = v_last + 1
 
-        q.store((acc * scale).to(gl.bfloat16))
+        tma.store_wait(0)  # the previous item's dQ has long been read out of the staging buffer
+        gl.thread_barrier()
+        dq_sm.index(WG).reshape([HALF, D]).store((acc * scale).to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
         dq_at = [blocks.first_token(t, WG), kv_head << blocks.log_g, 0]
-        tma.async_copy_shared_to_global(dq_map, dq_at, q_sm.index(at))
+        tma.async_copy_shared_to_global(dq_map, dq_at, dq_sm.index(WG))
         r += 1
         item = items.take(r)
     tma.store_wait(0)
@@ -290,11 +274,14 @@ def hopper_bwd_dq_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    q_sm = gl.allocate_shared_memory(gl.bfloat16, [2 * CONSUMERS, 16, 4, D], q_map.layout)
-    do_sm = gl.allocate_shared_memory(gl.bfloat16, [2 * CONSUMERS, 16, 4, D], q_map.layout)
+    q_sm = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, 1, D], k_ctx_map.layout)
+    do_sm = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, 1, D], k_ctx_map.layout)
+    dq_sm = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, 16, 4, D], q_map.layout)
     k_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 1, D], k_ctx_map.layout)
     v_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 1, D], v_ctx_map.layout)
     items = new_items()
+    q_ring = new_ring(q_sm, 1)
+    do_ring = new_ring(do_sm, 1)
     k_ring = new_ring(k_sm, STAGES)
     v_ring = new_ring(v_sm, STAGES)
     blocks = Blocks(ctx_start_ptr, ctx_end_ptr, num_blocks, window, causal, log_b, log_g)
@@ -307,8 +294,9 @@ def hopper_bwd_dq_kernel(
                     lse_ptr,
                     delta_ptr,
                     items,
-                    q_sm,
-                    do_sm,
+                    q_ring,
+                    do_ring,
+                    dq_sm,
                     k_ring,
                     v_ring,
                     blocks,
@@ -328,8 +316,9 @@ def hopper_bwd_dq_kernel(
                     lse_ptr,
                     delta_ptr,
                     items,
-                    q_sm,
-                    do_sm,
+                    q_ring,
+                    do_ring,
+                    dq_sm,
                     k_ring,
                     v_ring,
                     blocks,
@@ -353,8 +342,8 @@ def hopper_bwd_dq_kernel(
                     k_ctx_map,
                     v_ctx_map,
                     items,
-                    q_sm,
-                    do_sm,
+                    q_ring,
+                    do_ring,
                     k_ring,
                     v_ring,
                     blocks,
@@ -428,7 +417,6 @@ def _load_for_dkv(
     r = 0
     item = gl.program_id(0)
     while item < num_items:
-        next_item = draw_item(counter_ptr)
         kv_head = item % num_kv_heads
         t = item // num_kv_heads
         lo, hi, full_lo, full_hi = _row_groups(blocks, t, 0, ctx_tiles, num_ctx, ranges_ptr)
@@ -453,6 +441,8 @@ def _load_for_dkv(
                 tma.async_copy_global_to_shared(k_own_map, keys_from, full, k_sm.index(at))
                 tma.async_copy_global_to_shared(v_own_map, keys_from, full, v_sm.index(at))
         for group in range(lo, hi):
+            if group == hi - 1:
+                item = draw_item(counter_ptr)
             q_ring.wait_empty(position)
             s = position % q_ring.stages
             full = q_ring.full_barrier(position)
@@ -464,7 +454,6 @@ def _load_for_dkv(
             tma.async_copy_global_to_shared(dout_map, rows_from, full, do_sm.index(s))
             tma.async_copy_global_to_shared(delta_map, row_from, full, delta_sm.index(s))
             position += 1
-        item = next_item
         r += 1
     items.end(r)
 

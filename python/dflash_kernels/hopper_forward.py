@@ -54,7 +54,6 @@ def _load(
     r = 0
     item = gl.program_id(0)
     while item < num_items:
-        next_item = draw_item(counter_ptr)
         kv_head = item % num_kv_heads
         t = blocks.tile_in_document_order(item // num_kv_heads, doc_first_ptr, doc_last_ptr)
         lo, hi = blocks.tile_interval(t)
@@ -69,14 +68,18 @@ def _load(
             q_at = q_sm.index((r & 1) * CONSUMERS + g)
             q_from = [blocks.first_token(t, g), kv_head << blocks.log_g, 0]
             tma.async_copy_global_to_shared(q_map, q_from, full, q_at)
-        load_own(k_own_map, k_ring, position, blocks, t, kv_head, 0, BN, OWN, D)
-        load_own(v_own_map, v_ring, position, blocks, t, kv_head, 0, BN, OWN, D)
+        load_own(k_own_map, k_ring, position, blocks, t, kv_head, BN, OWN, D)
+        load_own(v_own_map, v_ring, position, blocks, t, kv_head, BN, OWN, D)
         position += 1
-        for n in range(lo, hi, BN):
+        for n in range(lo, hi - BN, BN):
             load_keys(k_ctx_map, k_ring, position, n, kv_head, BN, D)
             load_keys(v_ctx_map, v_ring, position, n, kv_head, BN, D)
             position += 1
-        item = next_item
+        item = draw_item(counter_ptr)
+        n = lo + (hi - lo - 1) // BN * BN
+        load_keys(k_ctx_map, k_ring, position, n, kv_head, BN, D)
+        load_keys(v_ctx_map, v_ring, position, n, kv_head, BN, D)
+        position += 1
         r += 1
     items.end(r)
 
