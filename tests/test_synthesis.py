@@ -5,8 +5,9 @@ import torch
 from data_fixtures import CHATML, make_tokenizer, make_word_tokenizer, tiny_model
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM
 
-from dflash_ext.data import synthesis
-from dflash_ext.data.synthesis import sample_top_p, synthesize, synthesized_store, template_frame
+from dflash_ext.data import decoding, synthesis
+from dflash_ext.data.decoding import sample_top_p
+from dflash_ext.data.synthesis import TOP_P, synthesize, synthesized_store, template_frame
 from dflash_ext.errors import UserError
 
 MAX_PROMPT, MAX_ANSWER = 10, 12
@@ -96,13 +97,13 @@ def test_seed_decides():
 def test_rows_that_finish_early_are_dropped_and_nothing_changes(monkeypatch):
     model, tokenizer = setup()
     widths = []
-    plain = synthesis._forward
+    plain = synthesis.forward
 
     def watched(model, ids, cache):
         widths.append(ids.shape[0])
         return plain(model, ids, cache)
 
-    monkeypatch.setattr(synthesis, "_forward", watched)
+    monkeypatch.setattr(synthesis, "forward", watched)
     dropped = synthesize(model, tokenizer, count=20, **OPTIONS)
     assert min(widths[1:]) < max(widths)
     # The draws depend on the rows present, so compare the answers: truth is the naive decode.
@@ -115,7 +116,7 @@ def test_caches_that_cannot_drop_or_repeat_rows(monkeypatch):
     """A layer kind without those methods (a recurrent state) is used as it is."""
     model, tokenizer = setup()
 
-    class Plain(synthesis.DynamicLayer):
+    class Plain(decoding.DynamicLayer):
         @property
         def batch_select_indices(self):
             raise AttributeError
@@ -124,34 +125,35 @@ def test_caches_that_cannot_drop_or_repeat_rows(monkeypatch):
         def batch_repeat_interleave(self):
             raise AttributeError
 
-    class PlainCache(synthesis.DynamicCache):
+    class PlainCache(decoding.DynamicCache):
         def __init__(self, config):
             super().__init__(config=config)
             self.layers = [Plain() for _ in self.layers]
 
-    monkeypatch.setattr(synthesis, "DynamicCache", PlainCache)
+    monkeypatch.setattr(decoding, "DynamicCache", PlainCache)
     for ids, mask in synthesize(model, tokenizer, count=5, **OPTIONS):
         start = mask.index(True)
         assert ids[start:] == naive_answer(model, ids[:start], [tokenizer.eos_token_id])
 
 
-def test_nucleus_draws_have_the_right_frequencies():
+@pytest.mark.parametrize("top_p", [TOP_P, 0.5, 0.2, 1.0])
+def test_nucleus_draws_have_the_right_frequencies(top_p):
     logits = torch.tensor([2.0, 1.5, 1.0, 0.0, -1.0, -2.0, -3.0, -6.0])
     probs = logits.softmax(-1)
-    # The definition, by sorting: the fewest most probable tokens that reach TOP_P.
-    size = int((probs.cumsum(-1) < synthesis.TOP_P).sum()) + 1
+    # The definition, by sorting: the fewest most probable tokens that reach top_p.
+    size = min(len(probs), int((probs.cumsum(-1) < top_p).sum()) + 1)
     expected = torch.cat([probs[:size], torch.zeros(len(probs) - size)])
     expected /= expected.sum()
     rows = 200_000
     generator = torch.Generator().manual_seed(0)
-    drawn = sample_top_p(logits.expand(rows, -1), generator)
+    drawn = sample_top_p(logits.expand(rows, -1), generator, top_p)
     found = drawn.bincount(minlength=len(probs)) / rows
     assert found[size:].sum() == 0
     # five standard deviations of a frequency
     assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / rows).sqrt()).all()
     # A token that is the nucleus alone is always drawn, however small the noise of the others.
     certain = torch.tensor([[10.0, 0.0, 0.0, 0.0, 0.0]]).expand(1000, -1)
-    assert (sample_top_p(certain, generator) == 0).all()
+    assert (sample_top_p(certain, generator, min(top_p, 0.99)) == 0).all()
 
 
 def test_progress_rises_to_the_count_and_training_mode_is_kept():

@@ -105,14 +105,21 @@ class SpanFinder:
         prompt = self._render(before, generation=True, tools=conversation.tools)
         text = show(answer)
         try:
-            if not text.startswith(prompt):
-                return self._composed(prompt, show(_message(SENTINEL)), answer)
-            body = text[len(prompt) :]
-            span = None if _is_special(answer) else self._known(body, answer["content"])
-            start, end = span or self._probed(prompt, body, answer, show)
+            if text.startswith(prompt):
+                body = text[len(prompt) :]
+                span = None if _is_special(answer) else self._known(body, answer["content"])
+                start, end = span or self._probed(prompt, body, answer, show)
+                turn = _Turn(text, len(prompt) + start, len(prompt) + end)
+            else:
+                turn = self._composed(prompt, show(_message(SENTINEL)), answer)
         except SkipRow as skip:
             raise SkipRow(skip.reason, f"message {index} {skip.detail}".rstrip()) from None
-        return _Turn(text, len(prompt) + start, len(prompt) + end)
+        if answer.get("unfinished"):  # without the end of turn, which a limit wrote
+            *_, ending = self._added.finditer(turn.text, turn.start, turn.end)
+            turn = replace(
+                turn, end=turn.start + len(turn.text[turn.start : ending.start()].rstrip())
+            )
+        return turn
 
     def _probed(
         self, prompt: str, body: str, answer: Message, show: Callable[[Message], str]

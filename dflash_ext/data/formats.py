@@ -107,6 +107,57 @@ def _parse(row: Any) -> Conversation | Text | Tokens:
     raise SkipRow("row has no known columns", f"expected {_ROW_NAMES}; found {list(row)[:8]}")
 
 
+def parse_prompt(row: Any) -> Conversation:
+    """The turns of a row up to and with the last that waits for an answer, which is not its own.
+
+    Answers that will be written anew need not be any good here. Also rows with only a `prompt`.
+    Raises SkipRow, and nothing else.
+    """
+    if isinstance(row, dict) and row.get("prompt") is not None and row.get("messages") is None:
+        prompt = row["prompt"]
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        row = {"messages": turns, "tools": row.get("tools"), "system": row.get("system")}
+    try:
+        return _parse_prompt(row)
+    except RecursionError:
+        raise SkipRow("row is nested too deeply") from None
+
+
+def _parse_prompt(row: Any) -> Conversation:
+    if isinstance(row, list):
+        row = {"messages": row}
+    if not isinstance(row, dict):
+        raise SkipRow("row is not an object", type(row).__name__)
+    name = "conversations" if row.get("messages") is None else "messages"
+    if row.get(name) is None:
+        raise SkipRow("row has no known columns", "expected messages, conversations or prompt")
+    values = row[name]
+    if isinstance(values, list) and not any(map(_uses_tools, values)):
+        values = [_blank(message) for message in values]
+    messages = _messages(values, name, row.get("system"))
+    while messages and messages[-1]["role"] not in ("user", "tool"):
+        messages.pop()
+    if not messages:
+        raise SkipRow("no user turn")
+    _check_roles([message["role"] for message in messages])
+    return Conversation(messages, _tools(row.get("tools")), 0)
+
+
+def _uses_tools(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    role = message.get("role", message.get("from"))
+    is_tool = isinstance(role, str) and _ROLES.get(role) == "tool"
+    return bool(message.get("tool_calls")) or role == _FUNCTION_CALL or is_tool
+
+
+def _blank(message: Any) -> Any:
+    """An answer without its content."""
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+    is_answer = isinstance(role, str) and _ROLES.get(role) == "assistant"
+    return {"role": role, "content": "-"} if is_answer else message
+
+
 def _side(value: Any, role: str, name: str) -> list[Message]:
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, name)
 
@@ -148,6 +199,8 @@ def _message(message: Any) -> Message:
         raise SkipRow("reasoning is not a string", type(thoughts).__name__)
     if out["role"] == "assistant" and thoughts.strip():
         out.update(dict.fromkeys(REASONING_FIELDS, thoughts))
+    if message.get("unfinished") is True:
+        out["unfinished"] = True  # cut by a limit: the model did not end this turn
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
             out[name] = message[name]
@@ -228,20 +281,8 @@ def is_utf8(text: str) -> bool:
 
 def _conversation(messages: list[Message], tools: Any, supervised_from: int = 0) -> Conversation:
     roles = [message["role"] for message in messages]
-    turns = roles[1:] if roles[0] == "system" else roles
-    if "system" in turns:
-        raise SkipRow("system message is not the first")
-    if not turns:
-        raise SkipRow("only a system message")
-    if turns[0] == "assistant":
-        raise SkipRow("assistant speaks first")
-    if turns[0] == "tool" or ("user", "tool") in pairwise(turns):
-        raise SkipRow("a tool answers nobody")
-    if any(a == b for a, b in pairwise(turns) if a != "tool") or ("tool", "user") in pairwise(
-        turns
-    ):
-        raise SkipRow("roles do not alternate", ", ".join(turns[:6]))
-    if "assistant" not in turns:
+    _check_roles(roles)
+    if "assistant" not in roles:
         raise SkipRow("no assistant turn")
     for message in messages:
         if message["role"] == "assistant" and not (
@@ -251,9 +292,27 @@ def _conversation(messages: list[Message], tools: Any, supervised_from: int = 0)
     last = max(i for i, role in enumerate(roles) if role == "assistant")
     if last < supervised_from:
         raise SkipRow("no assistant turn", "in the completion")
+    if any(message.get("unfinished") for message in messages[:last]):
+        raise SkipRow("an unfinished answer is not the last")
     if sum(len(message["content"]) for message in messages) > MAX_CHARACTERS:
         raise SkipRow("row is too long", f"more than {MAX_CHARACTERS} characters")
     return Conversation(messages[: last + 1], _tools(tools), supervised_from)
+
+
+def _check_roles(roles: list[str]) -> None:
+    turns = roles[1:] if roles[0] == "system" else roles
+    if "system" in turns:
+        raise SkipRow("system message is not the first")
+    if not turns:
+        raise SkipRow("only a system message")
+    if turns[0] == "assistant":
+        raise SkipRow("assistant speaks first")
+    if turns[0] == "tool" or ("user", "tool") in pairwise(turns):
+        raise SkipRow("a tool answers nobody")
+    if ("tool", "user") in pairwise(turns) or any(
+        a == b for a, b in pairwise(turns) if a != "tool"
+    ):
+        raise SkipRow("roles do not alternate", ", ".join(turns[:6]))
 
 
 def _tools(tools: Any) -> list[Any] | None:

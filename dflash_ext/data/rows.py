@@ -16,7 +16,7 @@ SUPERVISE = ("all", "last")
 REASONING = ("keep", "mask")
 # Columns that say which format a row has, and all those that are read.
 LEADING = ("messages", "conversations", "ids", "input_ids", "prompt", "text")
-FIELDS = (*LEADING, "mask", "loss_mask", "completion", "system", "tools")
+FIELDS = (*LEADING, "mask", "loss_mask", "completion", "system", "tools", "sampling")
 _DETAIL = 200  # characters of a row that may be repeated in a report
 
 

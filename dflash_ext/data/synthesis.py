@@ -17,23 +17,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, DynamicLayer
 
-from dflash_ext.data import store
+from dflash_ext.data import decoding, store
+from dflash_ext.data.decoding import (
+    can_drop_rows,
+    forward,
+    sample_top_p,
+    start_cache,
+    up_to_stop,
+)
 from dflash_ext.data.encode import identity
 from dflash_ext.data.rows import ChatOptions, SkipRow
 from dflash_ext.data.store import StoreWriter, TokenStore, cache_key, cached_store, code_version
 from dflash_ext.data.templates import SENTINEL, check_tokenizer, end_of_turn, render
 from dflash_ext.errors import UserError
-from dflash_ext.target import cache_argument
 
 TOP_P = 0.95
 # Rows are looked at, and finished ones dropped, once in so many steps: one host sync each.
 _CHECK_EVERY = 8
 # Copying the cache to drop rows pays once this share of them is finished.
 _DROP_SHARE = 0.1
-# Candidates drawn per sampled token: all outside the nucleus has probability below 0.05 ** 4.
-_DRAWS = 4
 _MIN_YIELD = 0.02  # usable share of the prompts below which the target is called unfit
 _FIRST_YIELD = 0.8  # expected before any was seen
 
@@ -99,85 +102,6 @@ def _frame(model: Any, tokenizer: Any) -> Frame:
     )
 
 
-def sample_top_p(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Token int64 [R] drawn at temperature 1 from the TOP_P nucleus of `logits` [R, V].
-
-    Without a sort: candidates are drawn from the whole distribution in an exponential race, and
-    the first to cross the line that lies in the nucleus is a draw from the nucleus.
-    """
-    probs = logits.float().softmax(-1)
-    noise = torch.empty_like(probs).exponential_(generator=generator)
-    drawn = (probs / noise).topk(_DRAWS, dim=-1).indices  # [R, _DRAWS], first arrival first
-    drawn_probs = probs.gather(-1, drawn)
-    choice = logits.argmax(-1)
-    for draw in reversed(range(_DRAWS)):
-        # In the nucleus: the tokens more probable than this one do not fill it already.
-        above = torch.where(probs > drawn_probs[:, draw, None], probs, 0.0).sum(-1)
-        choice = torch.where(above < TOP_P, drawn[:, draw], choice)
-    return choice
-
-
-class _Buffered(DynamicLayer):
-    """A model layer's cache that writes into one allocation instead of growing by copies."""
-
-    def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
-        super().__init__()
-        self.dtype, self.device = keys.dtype, keys.device
-        self._buffers = [self._allocate(x, capacity) for x in (keys, values)]
-        self._length = keys.shape[-2]
-        self.is_initialized = True
-        self._show()
-
-    @staticmethod
-    def _allocate(x: Tensor, capacity: int) -> Tensor:
-        buffer = x.new_empty(*x.shape[:2], capacity, x.shape[-1])
-        buffer[:, :, : x.shape[-2]] = x
-        return buffer
-
-    def _show(self) -> tuple[Tensor, Tensor]:
-        keys, values = (buffer[:, :, : self._length] for buffer in self._buffers)
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        start, self._length = self._length, self._length + key_states.shape[-2]
-        for buffer, new in zip(self._buffers, (key_states, value_states)):
-            buffer[:, :, start : self._length] = new
-        return self._show()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._buffers = [buffer[indices] for buffer in self._buffers]
-        self._show()
-
-
-def _forward(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    """Logits [rows, V] of the last position; `cache` grows by `ids` [rows, n]."""
-    logits: Tensor = model(input_ids=ids, use_cache=True, **{cache_argument(model): cache}).logits
-    return logits[:, -1]
-
-
-def _start_cache(model: Any, prefix: list[int], rows: int, capacity: int) -> tuple[Tensor, Any]:
-    """Logits [rows, V] after the prefix, and the cache holding it: computed once for all rows."""
-    cache = DynamicCache(config=model.config)
-    ids = torch.tensor([prefix], device=model.device)
-    logits = _forward(model, ids, cache)
-    if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
-        cache.batch_repeat_interleave(rows)
-        logits = logits.expand(rows, -1)
-    else:  # a recurrent state, for instance
-        cache = DynamicCache(config=model.config)
-        logits = _forward(model, ids.expand(rows, -1), cache)
-    # Exactly DynamicLayer: its subclasses (sliding windows) keep less than everything.
-    for i, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and layer.is_initialized:
-            assert layer.keys is not None
-            assert layer.values is not None
-            cache.layers[i] = _Buffered(layer.keys, layer.values, capacity)
-    return logits, cache
-
-
 def _lockstep(
     model: Any,
     frame: Frame,
@@ -195,8 +119,9 @@ def _lockstep(
     device = model.device
     P, S = len(frame.prefix), len(frame.suffix)
     longest = max_prompt_tokens + 1 + S + max_answer_tokens
-    logits, cache = _start_cache(model, frame.prefix, rows, P + longest)
-    droppable = all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
+    prefix = torch.tensor([frame.prefix], device=device)
+    logits, cache = start_cache(model, prefix, rows, P + longest)
+    droppable = can_drop_rows(cache)
     forced = torch.tensor([*frame.suffix, 0], device=device)
     stops = torch.tensor(frame.stops, device=device)
     written = torch.zeros(rows, longest, dtype=torch.int64, device=device)
@@ -227,7 +152,7 @@ def _lockstep(
             ):
                 if 0 < end < longest:
                     answer = tokens[end + 1 + S : step + 1][:max_answer_tokens]
-                    yield row, tokens[:end], _up_to(answer, frame.stops)
+                    yield row, tokens[:end], up_to_stop(answer, frame.stops)
             seen |= done
             left = (~done).nonzero().flatten()
             if left.numel() == 0:
@@ -237,22 +162,16 @@ def _lockstep(
                 written, index, user_end, token, done, seen = (
                     x[left] for x in (written, index, user_end, token, done, seen)
                 )
-        logits = _forward(model, token[:, None], cache)
+        logits = forward(model, token[:, None], cache)
 
 
 def _ask(logits: Tensor, asking: Tensor, token: Tensor, generator: torch.Generator) -> Tensor:
     """`token` [rows] with the rows that are `asking` sampled."""
     if logits.device.type != "cpu":
         # Sampling for all rows costs a GPU less than finding out which ones need it.
-        return torch.where(asking, sample_top_p(logits, generator), token)
+        return torch.where(asking, sample_top_p(logits, generator, TOP_P), token)
     rows = asking.nonzero().flatten()
-    return token.index_copy(0, rows, sample_top_p(logits[rows], generator))
-
-
-def _up_to(answer: list[int], stops: list[int]) -> list[int]:
-    """Through the first stop token: a row runs on, past its end, until it is looked at."""
-    stop = next((i for i, token in enumerate(answer) if token in stops), len(answer))
-    return answer[: stop + 1]
+    return token.index_copy(0, rows, sample_top_p(logits[rows], generator, TOP_P))
 
 
 @torch.inference_mode()
@@ -381,7 +300,7 @@ def synthesized_store(
     parts = {
         "model": model_identity(model),
         "options": options,
-        "code": code_version(__file__, store.__file__),
+        "code": code_version(__file__, decoding.__file__, store.__file__),
         "torch": torch.__version__,
         "tokenizer": identity(tokenizer, ChatOptions()),
     }
