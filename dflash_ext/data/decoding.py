@@ -12,6 +12,10 @@ from transformers import DynamicCache, DynamicLayer
 
 from dflash_ext.target import cache_argument
 
+# Rows are looked at, and finished ones dropped, once in so many steps: one host sync each.
+CHECK_EVERY = 8
+# Copying the cache to drop rows pays once this share of them is finished.
+DROP_SHARE = 0.1
 # Probability that no candidate of a draw lies in the nucleus; the most probable token is it then.
 _MISS = 1e-5
 

@@ -70,6 +70,16 @@ class Tokens:
     """bool [n]."""
 
 
+def parse_json(row: bytes) -> Any:
+    """The value of one row's JSON text. Raises SkipRow, and nothing else."""
+    try:
+        return json.loads(row.decode())  # of bytes, json would guess UTF-16 as well
+    except UnicodeDecodeError:
+        raise SkipRow("not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise SkipRow("not JSON", str(error).partition("\n")[0]) from None
+
+
 def parse_row(row: Any) -> Conversation | Text | Tokens:
     """What the row holds. Raises SkipRow with the reason, and nothing else."""
     try:

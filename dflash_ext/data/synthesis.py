@@ -20,6 +20,8 @@ from torch import Tensor
 
 from dflash_ext.data import decoding, store
 from dflash_ext.data.decoding import (
+    CHECK_EVERY,
+    DROP_SHARE,
     can_drop_rows,
     forward,
     sample_top_p,
@@ -33,10 +35,6 @@ from dflash_ext.data.templates import SENTINEL, check_tokenizer, end_of_turn, re
 from dflash_ext.errors import UserError
 
 TOP_P = 0.95
-# Rows are looked at, and finished ones dropped, once in so many steps: one host sync each.
-_CHECK_EVERY = 8
-# Copying the cache to drop rows pays once this share of them is finished.
-_DROP_SHARE = 0.1
 _MIN_YIELD = 0.02  # usable share of the prompts below which the target is called unfit
 _FIRST_YIELD = 0.8  # expected before any was seen
 
@@ -145,7 +143,7 @@ def _lockstep(
         done |= answer_step == max_answer_tokens - 1
         # Degenerate: an empty user's turn, or one that does not end.
         done |= (ended & (step == 0)) | (asking & ~ended & (step >= max_prompt_tokens))
-        if (step + 1) % _CHECK_EVERY == 0 or step == longest - 1:
+        if (step + 1) % CHECK_EVERY == 0 or step == longest - 1:
             fresh = (done & ~seen).nonzero().flatten()
             for row, end, tokens in zip(
                 index[fresh].tolist(), user_end[fresh].tolist(), written[fresh].tolist()
@@ -157,7 +155,7 @@ def _lockstep(
             left = (~done).nonzero().flatten()
             if left.numel() == 0:
                 return
-            if droppable and left.numel() <= (1 - _DROP_SHARE) * done.numel():
+            if droppable and left.numel() <= (1 - DROP_SHARE) * done.numel():
                 cache.batch_select_indices(left)
                 written, index, user_end, token, done, seen = (
                     x[left] for x in (written, index, user_end, token, done, seen)

@@ -1,0 +1,79 @@
+"""What a long command has finished, so that running it again after a kill repeats nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dflash_ext.errors import UserError
+
+
+class Journal:
+    """One JSON line per finished piece of work, in any order, in a file only its user can read.
+
+    settings: what the work is done with; a journal of other settings is an error, and so is one
+    that another process writes. A last line that a kill cut short is dropped.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not truncated before the lock is held: it may be another process's.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._file = os.fdopen(descriptor, "r+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise UserError(f"another process is writing {path}; wait for it") from None
+        self._places: dict[str, int] = {}
+        header = json.dumps({"settings": settings}, sort_keys=True).encode() + b"\n"
+        first = self._file.readline()
+        if not first.endswith(b"\n"):
+            self._file.seek(0)
+            self._file.truncate()
+            self._file.write(header)
+        elif first != header:
+            self._file.close()
+            raise UserError(
+                f"{path} was begun with other settings; remove it, or name another output"
+            )
+        self._load()
+
+    def _load(self) -> None:
+        end = self._file.tell()
+        while (line := self._file.readline()).endswith(b"\n"):
+            try:
+                self._places[json.loads(line)["key"]] = end
+            except (ValueError, KeyError, TypeError):
+                break
+            end = self._file.tell()
+        self._file.seek(end)
+        self._file.truncate()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def add(self, key: str, **entry: Any) -> None:
+        """Note a finished piece of work. What was added survives a kill of this process."""
+        self._file.seek(0, os.SEEK_END)
+        self._places[key] = self._file.tell()
+        self._file.write(json.dumps({"key": key, **entry}).encode() + b"\n")
+        self._file.flush()
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        self._file.seek(self._places[key])
+        entry: dict[str, Any] = json.loads(self._file.readline())
+        return entry
+
+    def close(self, *, remove: bool = False) -> None:
+        """Let go of the file; `remove` it once its content is elsewhere."""
+        if remove:
+            self.path.unlink(missing_ok=True)
+        self._file.close()
