@@ -43,7 +43,8 @@ class PrepareConfig:
     trust_remote_code: bool = False
     """Let the target's repository run its own code on this machine."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """UserError for what cannot be asked for."""
         for name in ("workers", "held_out"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} {getattr(self, name)}: expected 0 or more")
@@ -81,6 +82,7 @@ def shown(stage: Stage) -> Progress:
 
 def run(config: PrepareConfig) -> int:
     """Prepare, report, verify as asked; returns the exit code."""
+    config.check()
     if config.sources:
         tokenizer = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
         # A monitor keeps metrics in a folder; here the store's report is all there is to keep.

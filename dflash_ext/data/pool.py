@@ -87,7 +87,7 @@ def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 def _parse(row: bytes) -> Any:
     try:
-        return json.loads(row)
+        return json.loads(row.decode())  # of bytes, json would guess UTF-16 as well
     except UnicodeDecodeError:
         return SkipRow("not UTF-8")
     except (ValueError, RecursionError) as error:

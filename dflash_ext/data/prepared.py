@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from dflash_ext.data import encode, ledger, pool, readers
+from dflash_ext.data import blocks, columns, encode, ledger, pool, readers
 from dflash_ext.data.ledger import KNOWN, NEW, Ledger
 from dflash_ext.data.pool import Encoded, encode_blocks
 from dflash_ext.data.readers import Source, expand
 from dflash_ext.data.report import PrepareReport
-from dflash_ext.data.rows import ChatOptions, SkipRow
+from dflash_ext.data.rows import LEADING, ChatOptions, SkipRow
 from dflash_ext.data.store import StoreWriter, TokenStore, cached_store
 from dflash_ext.data.store_files import code_version
 from dflash_ext.errors import UserError
@@ -85,7 +85,7 @@ def prepare(
             raise UserError(
                 f"0 trainable rows of {report.rows} in {', '.join(sources)}"
                 + (f" (skipped: {_reasons(report)})" if report.skipped else "")
-                + f"; expected rows with one of {', '.join(readers.LEADING)}"
+                + f"; expected rows with one of {', '.join(LEADING)}"
             )
         writer.close(run.info())
         return report
@@ -245,7 +245,7 @@ def prepared_store(
         return _given_store(Path(path), tokenizer, options)
     parts = {
         "data": [source.digest() for source in expand([str(path)])],
-        "prepare": code_version(__file__, ledger.__file__, pool.__file__, readers.__file__),
+        "prepare": _version(),
         "rows": encode.identity(tokenizer, options),
     }
 
@@ -254,6 +254,12 @@ def prepared_store(
 
     store = cached_store(parts, build, root=root)
     return store, PrepareReport(**store.info["report"])
+
+
+def _version() -> str:
+    """Of the code that decides which rows are read and which of them are kept."""
+    modules = (blocks, columns, ledger, pool, readers)
+    return code_version(__file__, *(str(module.__file__) for module in modules))
 
 
 def _given_store(path: Path, tokenizer: Any, options: ChatOptions) -> tuple[TokenStore, Any]:

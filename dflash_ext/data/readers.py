@@ -12,49 +12,20 @@ import glob
 import gzip
 import io
 import json
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_ext.data import blocks
+from dflash_ext.data.blocks import Block, Numbered, Source, first_line, in_blocks, too_large
+from dflash_ext.data.columns import arrow, column_blocks, dataset, parquet
 from dflash_ext.data.registry import sha256_file
-from dflash_ext.data.rows import FIELDS, LEADING, SkipRow
 from dflash_ext.errors import UserError
-
-BLOCK_ROWS = 256
-BLOCK_BYTES = 4 << 20
-MAX_ROW_BYTES = 16 << 20
-"""A longer row is skipped unread. A million tokens of text are about 4 MiB."""
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _COLUMNS = (".parquet", ".arrow", ".feather")
 _PACKED = (".gz", ".zst")
 _SUPPORTED = "expected .jsonl, .ndjson or .json (also .gz, .zst), .parquet, .arrow or .feather"
-_DAMAGE = (EOFError, OSError, zlib.error)
-
-
-@dataclass(frozen=True)
-class Block:
-    """Some consecutive rows of one source."""
-
-    source: str
-    rows: list[tuple[int, bytes | SkipRow]]
-    """(line or row number from 1, the row's JSON without white space around it)."""
-    done: float
-    """Share of the source read so far."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file, or one data set."""
-
-    name: str
-    size: int
-    """Bytes on disk, as a measure of progress."""
-    read: Callable[[], Iterator[Block]]
-    digest: Callable[[], str]
-    """Hash of the content, for cache keys."""
 
 
 def expand(names: Sequence[str]) -> list[Source]:
@@ -112,9 +83,9 @@ def _file(path: Path) -> Source:
     if kind in _LINES:
         read = lambda: _text_blocks(path, kind, packed)  # noqa: E731
     elif kind == ".parquet":
-        read = lambda: _column_blocks(str(path), *_parquet(path))  # noqa: E731
+        read = lambda: column_blocks(str(path), *parquet(path))  # noqa: E731
     else:
-        read = lambda: _column_blocks(str(path), *_arrow(path))  # noqa: E731
+        read = lambda: column_blocks(str(path), *arrow(path))  # noqa: E731
     return Source(str(path), path.stat().st_size, read, lambda: _digest(path))
 
 
@@ -127,21 +98,25 @@ def _digest(path: Path) -> str:
 
 def _text_blocks(path: Path, kind: str, packed: str) -> Iterator[Block]:
     try:
-        with open(path, "rb") as file:
-            size = max(1, path.stat().st_size)
-            stream = _unpacked(file, packed)
-            start = stream.peek(4096) if isinstance(stream, io.BufferedReader) else b""
-            is_array = kind == ".json" and start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-            rows = _array_rows(stream, path) if is_array else _line_rows(stream)
-            yield from _blocks(str(path), rows, lambda: min(1.0, file.tell() / size))
+        file = open(path, "rb")  # noqa: SIM115  (closed by the with below)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"cannot read {path}: {reason}") from None
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    with file:
+        size = max(1, path.stat().st_size)
+        stream = _unpacked(file, packed)  # held to the end: it closes the file when it is dropped
+        rows = _text_rows(stream, path, kind)
+        yield from in_blocks(str(path), rows, lambda: min(1.0, file.tell() / size))
 
 
-def _unpacked(file: Any, packed: str) -> io.BufferedReader:
+def _text_rows(stream: Any, path: Path, kind: str) -> Iterator[Numbered]:
+    start = stream.peek(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    is_array = kind == ".json" and start.startswith(b"[")
+    yield from _array_rows(stream, path) if is_array else _line_rows(stream)
+
+
+def _unpacked(file: Any, packed: str) -> io.BufferedReader | gzip.GzipFile:
     if packed == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 20)
+        return gzip.GzipFile(fileobj=file)
     if packed == ".zst":
         import pyarrow
 
@@ -149,46 +124,14 @@ def _unpacked(file: Any, packed: str) -> io.BufferedReader:
     return io.BufferedReader(file, 1 << 20)
 
 
-def _blocks(
-    source: str, rows: Iterator[tuple[int, bytes | SkipRow]], done: Callable[[], float]
-) -> Iterator[Block]:
-    """Rows in blocks; damage in the stream becomes a UserError behind the rows before it."""
-    block: list[tuple[int, bytes | SkipRow]] = []
-    size, number = 0, 0
-    damage: UserError | None = None
-    while True:
-        try:
-            number, row = next(rows)
-        except StopIteration:
-            break
-        except _DAMAGE as error:
-            damage = UserError(
-                f"{source} is damaged or cut short after line {number} ({_first_line(error)}); "
-                "mend it and run again: the rows before it are kept"
-            )
-            break
-        except UserError as error:
-            damage = error
-            break
-        block.append((number, row))
-        size += len(row) if isinstance(row, bytes) else 0
-        if len(block) >= BLOCK_ROWS or size >= BLOCK_BYTES:
-            yield Block(source, block, done())
-            block, size = [], 0
-    if block:
-        yield Block(source, block, done())
-    if damage is not None:
-        raise damage
-
-
-def _line_rows(stream: io.BufferedReader) -> Iterator[tuple[int, bytes | SkipRow]]:
+def _line_rows(stream: Any) -> Iterator[Numbered]:
     """(line number, row) of JSON lines. Blank lines are no rows."""
     number = 0
-    while line := stream.readline(MAX_ROW_BYTES + 1):
+    while line := stream.readline(blocks.MAX_ROW_BYTES + 1):
         number += 1
-        if len(line) > MAX_ROW_BYTES:
+        if len(line) > blocks.MAX_ROW_BYTES and not line.endswith(b"\n"):
             length = len(line)
-            while not line.endswith(b"\n") and (line := stream.readline(MAX_ROW_BYTES)):
+            while not line.endswith(b"\n") and (line := stream.readline(blocks.MAX_ROW_BYTES)):
                 length += len(line)
             yield number, too_large(length)
             continue
@@ -197,11 +140,7 @@ def _line_rows(stream: io.BufferedReader) -> Iterator[tuple[int, bytes | SkipRow
             yield number, row
 
 
-def too_large(length: int) -> SkipRow:
-    return SkipRow("row is too large", f"{length} bytes, at most {MAX_ROW_BYTES}")
-
-
-def _array_rows(stream: io.BufferedReader, path: Path) -> Iterator[tuple[int, bytes | SkipRow]]:
+def _array_rows(stream: Any, path: Path) -> Iterator[Numbered]:
     """(element number, element) of one JSON array, which is never in memory as a whole."""
     decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
     scan = json.JSONDecoder().raw_decode
@@ -232,8 +171,8 @@ def _array_rows(stream: io.BufferedReader, path: Path) -> Iterator[tuple[int, by
                 raise ValueError("the array does not end")
             _, end = scan(text, at)
         except (ValueError, RecursionError) as error:
-            if finished or len(text) - at > MAX_ROW_BYTES:
-                what = "is larger than 16 MiB or damaged" if not finished else _first_line(error)
+            if finished or len(text) - at > blocks.MAX_ROW_BYTES:
+                what = "is larger than 16 MiB or damaged" if not finished else first_line(error)
                 raise UserError(
                     f"{path}: row {number + 1} of the JSON array: {what}; nothing behind it can be "
                     "read, JSON lines do not have this limit"
@@ -243,100 +182,6 @@ def _array_rows(stream: io.BufferedReader, path: Path) -> Iterator[tuple[int, by
         number += 1
         yield number, text[at:end].encode("utf-8", "surrogateescape")
         at = end
-
-
-Batches = Iterator[Any]
-
-
-def _column_blocks(source: str, names: Sequence[str], count: int, read: Any) -> Iterator[Block]:
-    """Rows of pyarrow batches as JSON; `read(columns)` gives the batches."""
-    columns = [name for name in names if name in FIELDS]
-    if not set(columns) & set(LEADING):
-        raise UserError(
-            f"{source} has the columns {', '.join(names) or '(none)'}; expected one of "
-            f"{', '.join(LEADING)}"
-        )
-    number = 0
-
-    def rows() -> Iterator[tuple[int, bytes | SkipRow]]:
-        nonlocal number
-        for batch in read(columns):
-            for row in _batch_rows(batch):
-                number += 1
-                yield number, row
-
-    def pieces() -> Iterator[tuple[int, bytes | SkipRow]]:
-        try:
-            yield from rows()
-        except _arrow_errors() as error:
-            raise EOFError(_first_line(error)) from None
-
-    yield from _blocks(source, pieces(), lambda: number / max(1, count))
-
-
-def _batch_rows(batch: Any) -> Iterator[bytes | SkipRow]:
-    try:
-        values = batch.to_pylist()
-    except UnicodeDecodeError:
-        if batch.num_rows == 1:
-            yield SkipRow("text is not UTF-8")
-            return
-        for i in range(batch.num_rows):
-            yield from _batch_rows(batch.slice(i, 1))
-        return
-    for value in values:
-        row = json.dumps(value, ensure_ascii=False, default=str).encode("utf-8", "surrogateescape")
-        yield row if len(row) <= MAX_ROW_BYTES else too_large(len(row))
-
-
-def _arrow_errors() -> tuple[type[BaseException], ...]:
-    import pyarrow
-
-    return (pyarrow.ArrowException, OSError)
-
-
-def _parquet(path: Path) -> tuple[Sequence[str], int, Callable[[list[str]], Batches]]:
-    import pyarrow.parquet
-
-    try:
-        # With a buffer a column is read piece by piece, however large its row group is.
-        file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-    except _arrow_errors() as error:
-        raise UserError(f"cannot read {path}: {_first_line(error)}") from None
-
-    def read(columns: list[str]) -> Batches:
-        return iter(file.iter_batches(batch_size=BLOCK_ROWS, columns=columns, use_threads=False))
-
-    return file.schema_arrow.names, file.metadata.num_rows, read
-
-
-def _arrow(path: Path) -> tuple[Sequence[str], int, Callable[[list[str]], Batches]]:
-    """The file format and the stream format share the suffix; `datasets` writes streams."""
-    import pyarrow
-
-    def opened() -> Any:
-        with pyarrow.memory_map(str(path)) as file:
-            is_file = file.read(6) == b"ARROW1"
-        source = pyarrow.memory_map(str(path))
-        return pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-
-    try:
-        reader = opened()
-        names = reader.schema.names
-        if hasattr(reader, "num_record_batches"):
-            parts: Any = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            parts = iter(reader)
-    except _arrow_errors() as error:
-        raise UserError(f"cannot read {path}: {_first_line(error)}") from None
-
-    def read(columns: list[str]) -> Batches:
-        for part in parts:
-            chosen = part.select(columns)
-            for start in range(0, part.num_rows, BLOCK_ROWS):
-                yield chosen.slice(start, BLOCK_ROWS)
-
-    return names, 0, read
 
 
 def _is_saved(path: Path) -> bool:
@@ -351,7 +196,7 @@ def _saved(path: Path) -> Source:
         return datasets.load_from_disk(str(path))
 
     size = sum(p.stat().st_size for p in path.rglob("*.arrow"))
-    return _dataset(str(path), load, "train", size)
+    return dataset(str(path), load, "train", size)
 
 
 def _hub(name: str) -> Source:
@@ -362,35 +207,4 @@ def _hub(name: str) -> Source:
 
         return datasets.load_dataset(identifier)
 
-    return _dataset(name, load, split or "train", 1 << 20)
-
-
-def _dataset(name: str, load: Callable[[], Any], split: str, size: int) -> Source:
-    loaded: list[Any] = []
-
-    def data() -> Any:
-        if not loaded:
-            try:
-                found = load()
-            # The hub, the cache and a data set's own files fail in every way there is.
-            except Exception as error:
-                raise UserError(f"cannot load {name}: {_first_line(error)}") from None
-            if hasattr(found, "keys"):  # splits by name
-                if split not in found:
-                    raise UserError(f"{name} has the splits {', '.join(found)}, not {split!r}")
-                found = found[split]
-            loaded.append(found)
-        return loaded[0]
-
-    def read(columns: list[str]) -> Batches:
-        chosen = data().select_columns(columns).with_format("arrow")
-        return iter(chosen.iter(batch_size=BLOCK_ROWS))
-
-    def blocks() -> Iterator[Block]:
-        return _column_blocks(name, data().column_names, len(data()), read)
-
-    return Source(name, size, blocks, lambda: str(data()._fingerprint))
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+    return dataset(name, load, split or "train", 1 << 20)
