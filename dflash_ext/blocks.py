@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +120,31 @@ class Blocks:
     @property
     def num_rows(self) -> int:
         return sum(self.rows_per_block)
+
+    def chunks(self, size: int) -> Iterator[Blocks]:
+        """The same blocks in turns of at most `size`, on the CPU; turns without a label left out.
+
+        Gradients and sums of the turns add up to those of the whole.
+        """
+        N, B = self.num_blocks, self.block_size
+        bounds = torch.tensor([0, *self.rows_per_block]).cumsum(0).tolist()
+        for first in range(0, N, size):
+            end = min(first + size, N)
+            if bounds[end] == bounds[first]:
+                continue
+            blocks, slots = slice(first, end), slice(first * B, end * B)
+            yield Blocks(
+                anchors=self.anchors[blocks],
+                ctx_start=self.ctx_start[blocks],
+                ctx_end=self.ctx_end[blocks],
+                input_ids=self.input_ids[slots],
+                positions=self.positions[slots],
+                labels=self.labels[blocks],
+                weights=self.weights[blocks],
+                rows=self.rows[bounds[first] : bounds[end]] - first * B,
+                rows_per_block=self.rows_per_block[blocks],
+                block_size=B,
+            )
 
     def to(self, device: torch.device | str) -> Blocks:
         """The same blocks with every tensor on `device`; the host does not wait for the copies."""

@@ -11,11 +11,16 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from dflash_ext.blocks import resolve_gamma
 from dflash_ext.errors import UserError
 from dflash_ext.ops.layout import BLOCK_SIZES
+
+REQUIRED = "(yours to give)"
+"""In a recipe: there is no default, the user's value is needed."""
 
 
 def _at_least(owner: object, **minimum: float) -> None:
@@ -162,11 +167,18 @@ class BatchOptions:
     draws: int = 1
     """Anchor draws from each captured feature batch; each is a micro-batch of its own."""
     accumulate: int = 1
-    """Micro-batches of one optimizer step."""
+    """Micro-batches of one optimizer step, on each drafter."""
+    anchor_chunk: int | None = None
+    """Blocks of one backward pass; a micro-batch of more takes several. None: all at once."""
 
     def __post_init__(self) -> None:
         _at_least(self, token_budget=2, max_documents=1, anchors_per_sequence=1)
-        _at_least(self, anchor_budget=1, draws=1, accumulate=1)
+        _at_least(self, anchor_budget=1, draws=1, accumulate=1, anchor_chunk=1)
+
+    @property
+    def blocks_at_once(self) -> int:
+        """Blocks whose activations exist at one time, at most: with tokens, what memory follows."""
+        return min(self.anchor_budget, self.anchor_chunk or self.anchor_budget)
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,41 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class TopologyOptions:
+    """How many processes do what. Both numbers, or neither: then one process is both sides."""
+
+    targets: int | Literal["auto"] | None = None
+    """Ranks that hold a target; auto: times both sides and splits the ranks."""
+    drafters: int | None = None
+    """Ranks that hold a drafter, trained data parallel."""
+    devices: int | None = None
+    """Ranks to split with --targets auto; none: one for each GPU, or those torchrun started."""
+    shard: bool = False
+    """Shard the drafters' parameters, gradients and moments over them (fully_shard; AdamW)."""
+    buffers: int = 3
+    """Feature batches a drafter has room for: the one in use and those on their way."""
+    stall_seconds: float = 600.0
+    """A rank that does one thing for longer than this ends the run, and is named."""
+    peak_tflops: float | None = None
+    """Of one device, for MFU; none: a measured bf16 matrix product (no MFU on CPUs)."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, drafters=1, devices=2, buffers=2, stall_seconds=1, peak_tflops=0)
+        automatic = self.targets == "auto"
+        if not automatic and (self.targets is None) != (self.drafters is None):
+            raise UserError(
+                f"--targets {self.targets} and --drafters {self.drafters}: give both, or neither "
+                "for one process"
+            )
+        if isinstance(self.targets, int) and self.targets < 1:
+            raise UserError(f"targets {self.targets} must be at least 1, or auto")
+        if automatic and self.drafters is not None:
+            raise UserError("--targets auto chooses the drafters too: leave --drafters out")
+        if self.devices is not None and not automatic:
+            raise UserError(f"--devices {self.devices} is for --targets auto only")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Train a DFlash drafter for a frozen target."""
 
@@ -213,14 +260,24 @@ class TrainConfig:
     batch: BatchOptions = field(default_factory=BatchOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    topology: Annotated[TopologyOptions, tyro.conf.arg(name="")] = field(
+        default_factory=TopologyOptions
+    )
     steps: int = 240
-    """Optimizer steps."""
+    """Optimizer steps, unless `epochs` is given."""
+    epochs: int | None = None
+    """Passes over the training data, each sample once per pass; the steps follow from it."""
     seed: int = 0
     device: str = "auto"
     """auto: the first CUDA device if there is one, else the CPU."""
 
     def __post_init__(self) -> None:
-        _at_least(self, steps=1, seed=0)
+        _at_least(self, steps=1, epochs=1, seed=0)
+        if self.topology.shard and self.optim.name == "muon":
+            raise UserError(
+                "--shard is for AdamW: Muon orthogonalises whole matrices; add --optim.name adamw "
+                "or leave --shard out"
+            )
         data, batch = self.data, self.batch
         if batch.anchors_per_sequence > batch.anchor_budget:
             raise UserError(
@@ -285,7 +342,43 @@ def one_gpu_recipe() -> TrainConfig:
     )
 
 
-RECIPES = {"cpu": cpu_recipe, "one_gpu": one_gpu_recipe}
+def eight_gpu_recipe() -> TrainConfig:
+    """The headline run: five targets feed three drafters. Its data, target and name are yours.
+
+    --data.train, --target.path and --run.dir have no default here.
+    """
+    return TrainConfig(
+        target=TargetOptions(path=REQUIRED),
+        data=DataOptions(train=REQUIRED, held_out=128, max_length=8192),
+        drafter=DrafterOptions(init="random", num_layers=5, block_size=16),
+        loss=LossOptions(gamma="10", chunk_rows=4096),
+        optim=OptimOptions(name="adamw", lr=6e-4, vector_lr=6e-4),
+        batch=BatchOptions(
+            token_budget=49152,
+            max_documents=64,
+            anchors_per_sequence=512,
+            anchor_budget=64 * 512,  # never the limit: a document gets all its anchors
+            anchor_chunk=2048,
+        ),
+        eval=EvalOptions(prompts_per_set=6, every=500),
+        run=RunOptions(dir=Path(REQUIRED), checkpoint_every=500),
+        topology=TopologyOptions(targets=5, drafters=3),
+        epochs=1,
+    )
+
+
+RECIPES = {"cpu": cpu_recipe, "one_gpu": one_gpu_recipe, "eight_gpu": eight_gpu_recipe}
+
+
+def check_given(config: TrainConfig) -> None:
+    """UserError if an option that a recipe leaves to its user is missing."""
+    values = {
+        "--target.path": config.target.path,
+        "--data.train": config.data.train,
+        "--run.dir": str(config.run.dir),
+    }
+    if missing := [name for name, value in values.items() if value == REQUIRED]:
+        raise UserError(f"this recipe needs {', '.join(missing)}: give what is your own")
 
 
 def to_json(config: TrainConfig) -> str:

@@ -22,11 +22,12 @@ def predict_peak(
 ) -> dict[str, int]:
     """Bytes of each part of a step at its largest; their sum is the predicted peak.
 
-    A function of the token and anchor budgets alone, never of the data. `bytes_per_value` of the
-    compute dtype (2 or 4), `moments`: fp32 optimizer values per parameter (Muon 1, AdamW 2).
+    A function of the token budget and the blocks of one backward, never of the data.
+    `bytes_per_value` of the compute dtype (2 or 4), `moments`: fp32 optimizer values per parameter
+    (Muon 1, AdamW 2).
     Activations are the tensors autograd keeps on the CPU; CUDA's fused norms keep a little less.
     """
-    w, T, rows = bytes_per_value, batch.token_budget, batch.anchor_budget * config.block_size
+    w, T, rows = bytes_per_value, batch.token_budget, batch.blocks_at_once * config.block_size
     H, D, F = config.hidden_size, config.head_dim, config.intermediate_size
     kv, q = config.num_kv_heads * D, config.num_heads * D
     # A norm keeps its input and the normalised rows in fp32 (4 bytes each) beside its result.
@@ -43,10 +44,16 @@ def predict_peak(
 
 
 def largest_batch(
-    options: BatchOptions, *, max_length: int, block_size: int, vocab_size: int
+    options: BatchOptions,
+    *,
+    max_length: int,
+    block_size: int,
+    vocab_size: int,
+    limit: int | None = None,
 ) -> tuple[PackedBatch, Tensor]:
-    """The largest batch the budgets allow, and its anchors (int64 [N]).
+    """The largest batch the budgets allow, and anchors of it (int64 [N]).
 
+    Of the anchors `limit`, or by default those of one backward pass, whose memory is the largest.
     Documents of equal length fill the token budget; every token is supervised, and anchors stand
     where their whole block is, so that no step has more supervised rows.
     """
@@ -60,4 +67,4 @@ def largest_batch(
     anchors = torch.cat(
         [d * length + torch.arange(last - per_document, last) for d in range(documents)]
     )
-    return batch, anchors[: options.anchor_budget]
+    return batch, anchors[: limit or options.blocks_at_once]

@@ -18,8 +18,13 @@ RECALL_AT = (2, 4, 8, 16)
 TREE_BUDGETS = (16, 64, 256)
 
 
+def sums_size(block_size: int) -> int:
+    """Entries of a `slot_sums` vector."""
+    return 6 + (2 + len(RECALL_AT)) * block_size
+
+
 def slot_sums(output: LossOutput, blocks: Blocks) -> Tensor:
-    """One micro-batch as a vector of sums, fp32 [5 + 6B]; vectors of micro-batches add up.
+    """One micro-batch as a vector of sums, fp32 [6 + 6B]; vectors of micro-batches add up.
 
     Layout: loss numerator, weight, blocks, accepted, full blocks and their count, then per slot
     the supervised rows, those whose greedy token is the label, and those whose label is among

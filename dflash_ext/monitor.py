@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -54,16 +55,18 @@ class Monitor:
     """Progress, metrics and messages of one run folder, which exists."""
 
     def __init__(
-        self, folder: Path, *, tensorboard: bool = False, stream: TextIO | None = None
+        self, folder: Path | None, *, tensorboard: bool = False, stream: TextIO | None = None
     ) -> None:
+        """Without a folder it shows and records nothing: for all ranks but the first."""
         self.folder = folder
-        self.stream = stream or sys.stdout
+        silent = Path(os.devnull).open("w") if folder is None else None  # noqa: SIM115
+        self.stream = stream or silent or sys.stdout
         width = None if self.stream.isatty() else 120  # a log file has no width to fit into
         self.console = Console(file=self.stream, width=width, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
-        self._metrics = (folder / "metrics.jsonl").open("a")
+        self._metrics = None if folder is None else (folder / "metrics.jsonl").open("a")
         self._writer: Any = None
-        if tensorboard:
+        if tensorboard and folder is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(folder / "tensorboard"))
@@ -97,6 +100,8 @@ class Monitor:
 
     def log(self, kind: str, step: int, metrics: Mapping[str, float | str]) -> None:
         """Append one record to metrics.jsonl (and tensorboard); a kill loses nothing."""
+        if self._metrics is None:
+            return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **metrics}
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
@@ -115,6 +120,7 @@ class Monitor:
         self.console.print(table)
 
     def close(self) -> None:
-        self._metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
         if self._writer is not None:
             self._writer.close()

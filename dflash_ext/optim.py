@@ -17,6 +17,7 @@ from torch import Tensor
 from dflash_ext.config import OptimOptions
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError
+from dflash_ext.parallel import local, placed_like, sum_over
 
 DEFAULT_LR = {"muon": 0.02, "adamw": 6e-4}
 DEFAULT_VECTOR_LR = 6e-4
@@ -108,8 +109,17 @@ class StepResult:
 class DrafterOptimizer:
     """Muon or AdamW over the drafter's fp32 masters, with the schedule and the skip rules."""
 
-    def __init__(self, drafter: Drafter, options: OptimOptions, total_steps: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        options: OptimOptions,
+        total_steps: int,
+        *,
+        shard_group: Any = None,
+    ) -> None:
+        """shard_group: process group over which the drafter's parameters are sharded, if any."""
         self.options, self.total_steps = options, total_steps
+        self.shard_group = shard_group
         self.parameters = dict(drafter.named_parameters())
         self.steps = 0
         """Optimizer steps applied; the schedule's position."""
@@ -162,20 +172,20 @@ class DrafterOptimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def step(self, sums: Tensor | None) -> tuple[StepResult, list[float]]:
+    def step(self, sums: Tensor) -> tuple[StepResult, list[float]]:
         """One optimizer step from the accumulated gradients of the loss numerator.
 
         sums: fp32 vector on the device whose first two entries are the global loss numerator and
-        weight (`metrics.slot_sums`), or None if no micro-batch had a supervised row. Returns what
-        happened and `sums` on the host: the only time a step waits for the device. Gradients are
-        cleared. A step of zero weight, or with a non-finite loss or gradient, changes nothing but
-        its counter; UserError after `max_nonfinite` non-finite ones in a row, naming the tensor.
+        weight (`metrics.slot_sums`); gradients and sums are those of all drafters already, so that
+        all of them decide alike. Returns what happened and `sums` on the host: the only time a step
+        waits for the device. Gradients are cleared. A step of zero weight, or with a non-finite
+        loss or gradient, changes nothing but its counter; UserError after `max_nonfinite`
+        non-finite ones in a row, naming the tensor.
         """
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if sums is None or not gradients:
-            return self._skip_zero_weight(), []
-        norms = torch.stack(torch._foreach_norm(gradients))
-        host = torch.cat([norms.norm()[None], sums]).tolist()
+        gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
+        if not gradients:
+            return self._skip_zero_weight(), sums.tolist()
+        host = torch.cat([self._norm(gradients)[None], sums]).tolist()
         numerator_norm, values = host[0], host[1:]
         numerator, weight = values[:2]
         if weight == 0:
@@ -196,19 +206,36 @@ class DrafterOptimizer:
         self.consecutive_nonfinite = 0
         return StepResult(True, "", norm, self.peak_lr * factor), values
 
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """fp32 scalar: norm of all gradients; of sharded ones over all drafters' parts."""
+        norms = torch.stack(torch._foreach_norm(gradients))
+        if self.shard_group is None:
+            return norms.norm()
+        square = norms.square().sum()
+        sum_over(self.shard_group, [square])
+        return square.sqrt()
+
+    def _bad_gradients(self) -> list[str]:
+        """Names of the parameters whose gradient is not finite on any drafter."""
+        names = list(self.parameters)
+        grads = [self.parameters[name].grad for name in names]
+        bad = torch.tensor([g is not None and not bool(local(g).isfinite().all()) for g in grads])
+        if self.shard_group is not None:
+            counts = bad.to(local(self.parameters[names[0]]).device, torch.float32)
+            sum_over(self.shard_group, [counts])
+            bad = counts.cpu() > 0
+        return [name for name, wrong in zip(names, bad.tolist()) if wrong]
+
     def _skip_zero_weight(self) -> StepResult:
         self.zero_grad()
         self.skipped_zero += 1
         return StepResult(False, "zero weight")
 
     def _skip_nonfinite(self, numerator: float) -> StepResult:
-        bad = [
-            f"gradient of {name}"
-            for name, p in self.parameters.items()
-            if p.grad is not None and not bool(p.grad.isfinite().all())
-        ]
+        bad = self._bad_gradients()
         # A finite gradient of overflowing norm still names the loss as the place to look.
-        name = bad[0] if bad else "loss" if not math.isfinite(numerator) else "gradient norm"
+        name = "loss" if not math.isfinite(numerator) else "gradient norm"
+        name = f"gradient of {bad[0]}" if bad else name
         self.zero_grad()
         self.skipped_nonfinite += 1
         self.consecutive_nonfinite += 1
@@ -227,9 +254,20 @@ class DrafterOptimizer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Exact inverse of `state_dict` for the same drafter and optimizer options."""
+        """Exact inverse of `state_dict` for the same drafter and optimizer options.
+
+        Moments are whole; of a sharded drafter its own part of them is taken.
+        """
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            moments = {
+                number: {
+                    name: placed_like(value, parameters[number]) if value.dim() else value
+                    for name, value in found.items()
+                }
+                for number, found in saved["state"].items()
+            }
+            optimizer.load_state_dict({**saved, "state": moments})
         for name in _COUNTERS:
             setattr(self, name, state["counters"][name])
 

@@ -1,7 +1,7 @@
 """Which samples form which batch: pure arithmetic on lengths, the same on every rank.
 
 A batch is bounded in tokens, in documents and in anchors, so that the memory of a step is bounded
-whatever the data look like. A restart needs one integer: the step.
+whatever the data look like. A restart needs one integer: the number of batches behind it.
 """
 
 from __future__ import annotations
@@ -144,6 +144,8 @@ class Schedule:
                 anchor_budget=anchor_budget,
             )
 
+        self.lengths = lengths
+        """int [samples]: tokens of each sample."""
         self._plan = plan
         self._plans: dict[int, list[list[int]]] = {}
         self._counts: dict[int, int] = {}
@@ -160,6 +162,10 @@ class Schedule:
 
     def batches_in(self, epoch: int) -> int:
         return self._counts[epoch] if epoch in self._counts else len(self.epoch(epoch))
+
+    def batches_of(self, epochs: int) -> int:
+        """Feature batches of the first `epochs` epochs together."""
+        return sum(self.batches_in(epoch) for epoch in range(epochs))
 
     def locate(self, step: int) -> tuple[int, int]:
         """(epoch, index) of a step."""

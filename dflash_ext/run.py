@@ -132,7 +132,10 @@ def _open(folder: Path, config: TrainConfig) -> Path | None:
         file.write_text(to_json(config))
         return None
     options, before = json.loads(to_json(config)), json.loads(file.read_text())
-    for section in ("target", "data", "drafter", "loss", "optim", "batch", "steps", "seed"):
+    for found in (options, before):
+        found["batch"].pop("accumulate")  # may follow the number of drafters
+    sections = ("target", "data", "drafter", "loss", "optim", "batch", "steps", "epochs", "seed")
+    for section in sections:
         if options[section] != before[section]:
             raise UserError(
                 f"{file} has {section} {before[section]}, the options say {options[section]}: "

@@ -44,8 +44,9 @@ def prepare_files(config: TrainConfig, path: str, monitor: Monitor) -> tuple[Sam
     def prepare(file: str, name: str) -> TokenStore:
         store, report = prepared_store(file, tokenizer, max_length=options.max_length)
         monitor.say(f"{file}: {report}")
-        record = json.dumps(dataclasses.asdict(report), indent=2) + "\n"
-        (monitor.folder / f"prepared-{name}.json").write_text(record)
+        if monitor.folder is not None:
+            record = json.dumps(dataclasses.asdict(report), indent=2) + "\n"
+            (monitor.folder / f"prepared-{name}.json").write_text(record)
         return store
 
     assert options.train is not None

@@ -1,17 +1,19 @@
-"""`python -m dflash_ext.train [cpu|one_gpu] [options]`: from nothing to an evaluated drafter.
+"""`python -m dflash_ext.train [recipe] [options]`: from nothing to an evaluated drafter.
 
-Without arguments it is the quickstart of this machine's device. `train` reads top to bottom:
-configuration, data, target, drafter, memory, before, loop, export, after, table.
+Without arguments it is the quickstart of this machine's device. With `--targets 5 --drafters 3` it
+starts that many ranks here; `torchrun ... -m dflash_ext.train` starts them over several machines.
+`_train` reads top to bottom on every rank: data, target, drafter, memory, before, loop, export,
+after, table. One process is the case in which one rank is both sides.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,105 +21,185 @@ import torch
 import tyro
 from transformers.utils import logging as transformers_logging
 
+from dflash_ext.batch import PackedBatch
 from dflash_ext.blocks import draw_anchors
-from dflash_ext.checkpoint import Progress, load_checkpoint, save_checkpoint
+from dflash_ext.checkpoint import CheckpointWriter, Progress, load_checkpoint, take_snapshot
 from dflash_ext.comparison import Comparison, encoded_prompts
-from dflash_ext.config import RECIPES, DrafterOptions, TrainConfig, is_export, to_json
+from dflash_ext.config import RECIPES, DrafterOptions, TrainConfig, check_given, is_export, to_json
 from dflash_ext.data.registry import smollm2_dir
-from dflash_ext.data.synthesis import model_identity
 from dflash_ext.errors import UserError, run_cli
 from dflash_ext.export import save_export
-from dflash_ext.initialise import build_drafter, export_taps
-from dflash_ext.memory import largest_batch, predict_peak
-from dflash_ext.metrics import summarise
+from dflash_ext.launch import start_local, world_size
+from dflash_ext.metrics import summarise, sums_size
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import DrafterOptimizer, StepResult, muon_class
+from dflash_ext.pipeline import Book, InProcess, Receiver, Sender, Source, own_handovers, serve
 from dflash_ext.plan import Schedule
+from dflash_ext.ranks import Ranks, started_as_rank
+from dflash_ext.rates import Tally, TargetCost, product_tflops, rates
 from dflash_ext.record import save
 from dflash_ext.run import claim_run, interruption, keep_identity, resolve_device
 from dflash_ext.samples import Samples, prepare_files, synthesise
-from dflash_ext.shield import shield
-from dflash_ext.target import Target
-from dflash_ext.trainer import Trainer, Validation
+from dflash_ext.startup import (
+    Side,
+    agree_on_identity,
+    build_side,
+    data_identity,
+    fp32_target,
+    load_target,
+    rehearse,
+    report_memory,
+    target_identity,
+    whereabouts,
+    write_resolved,
+)
+from dflash_ext.topology import Handover, validates
+from dflash_ext.trainer import Validation
+from dflash_ext.transfer import FeatureBatch
+from dflash_ext.uses import Uses
+from dflash_ext.watch import INTERRUPTED
+from dflash_ext.worker import as_rank
 
-INTERRUPTED = 130
+FOREVER = float("inf")
 
 
-def train(config: TrainConfig) -> int:
-    """One whole run; returns the exit code. Interrupted by Ctrl-C it saves and returns 130."""
-    device = resolve_device(config.device)
+@dataclass(frozen=True)
+class Job:
+    """What a rank knows of its run once data, target and plan are there."""
+
+    config: TrainConfig
+    ranks: Ranks
+    monitor: Monitor
+    folder: Path | None
+    """None on all ranks but the first."""
+    book: Book
+    steps: int
+    cost: TargetCost
+
+
+def train(config: TrainConfig, ranks: Ranks | None = None) -> int:
+    """One rank's part of a run, by default the whole of it in this process; the exit code.
+
+    Interrupted by Ctrl-C it saves and returns 130.
+    """
+    ranks = ranks or Ranks(device=resolve_device(config.device))
     if config.optim.name == "muon":
         muon_class()  # a torch too old for it is reported at once
+    if not ranks.first:
+        return _train(config, ranks, None, None, Monitor(None))
     with claim_run(config) as (folder, checkpoint):
+        if ranks.table:
+            (folder / "ranks.json").write_text(json.dumps(ranks.table, indent=2) + "\n")
         monitor = Monitor(folder, tensorboard=config.run.tensorboard)
         try:
-            return _train(config, device, folder, checkpoint, monitor)
+            return _train(config, ranks, folder, checkpoint, monitor)
         finally:
             monitor.close()
 
 
 def _train(
     config: TrainConfig,
-    device: torch.device,
-    folder: Path,
+    ranks: Ranks,
+    folder: Path | None,
     checkpoint: Path | None,
     monitor: Monitor,
 ) -> int:
-    monitor.say(f"run folder {folder}, device {device}")
+    watch, shared = ranks.watch, ranks.topology.shared
+    monitor.say(f"run folder {folder}, device {ranks.device}{ranks.describe()}")
 
     # Mistakes shall cost seconds: data from a file is prepared before any model loads, and all that
     # the options name is built before the target writes data.
     path = config.target.path or str(smollm2_dir())
-    given = None if config.data.train is None else prepare_files(config, path, monitor)
-    target = load_target(config, path, device)
-    torch.manual_seed(config.seed)
-    drafter = build_drafter(config.drafter, config.target, target)
-    optimizer = DrafterOptimizer(drafter, config.optim, config.steps)
-    trainer = Trainer(target, drafter, config)
-    B = drafter.config.block_size
-    write_resolved(folder / "resolved.json", trainer, path, monitor)
-    report_memory(trainer, optimizer, monitor)
-    sets = encoded_prompts(target, config.eval)
+    given = None
+    if config.data.train is not None:
+        with ranks.first_goes_first("files", "preparing data"):
+            given = prepare_files(config, path, monitor)
+    watch.doing("loading the target", patience=4)
+    target = load_target(config, path, ranks.device)
+    side = None if ranks.drafter is None else build_side(config, ranks, target)
+    sets: dict[str, list[list[int]]] = {}
+    if folder is not None and side is not None:
+        write_resolved(folder / "resolved.json", side.trainer, path, monitor)
+        report_memory(side.trainer, target, 0 if shared else config.topology.buffers, monitor)
+        sets = encoded_prompts(target, config.eval)
 
-    train_set, held_out = given or synthesise(config, target, monitor)
-    identity = identity_of(target, train_set, held_out)
-    keep_identity(folder, identity, resumed=checkpoint is not None)
-    schedule, validation = schedule_of(config, train_set), Validation(trainer, held_out)
-    longest = int(train_set.store.lengths[train_set.indices].max())
-    rehearse(trainer, optimizer, longest, monitor)
-    progress = Progress(0)
+    with ranks.first_goes_first("samples", "making data"):
+        train_set, held_out = given or synthesise(config, target, monitor)
+    identity = target_identity(target) | data_identity(train_set, held_out)
+    agree_on_identity(ranks, identity)
+    if folder is not None:
+        keep_identity(folder, identity, resumed=checkpoint is not None)
+    schedule = schedule_of(config, train_set)
+    row_bytes = len(target.tap_ids) * target.hidden_size * target.dtype.itemsize
+    book = Book(train_set, schedule, Validation(config, held_out, row_bytes))
+    checkpoint, progress, steps = whereabouts(config, ranks, schedule, checkpoint, monitor)
+    job = Job(config, ranks, monitor, folder, book, steps, TargetCost.of(target))
+    if side is not None:
+        side.optimizer.total_steps = steps
+    own = own_handovers(config, ranks, progress, steps, book.validation)
+    longest = int(schedule.lengths.max())
+    if side is None:
+        sender = Sender(ranks, target, config.batch)
+        rehearse(config, longest, target, None, monitor)
+        watch.wait_for("begin", "waiting for rank 0 to begin")
+        with interruption(), watch.heeding_stop():
+            serve(ranks, target, sender, own, book)
+        return 0
+
+    kept = target if shared else None
+    del target  # a drafter on a rank of its own keeps the embedding and the head only
+    source: Source
+    if kept is not None:
+        source = InProcess(kept, side.trainer.drafter.config, book)
+    else:
+        source = Receiver(ranks, own, book, side.trainer, buffers=config.topology.buffers)
+    rehearse(config, longest, kept, side, monitor)
+    uses = Uses(train_set, schedule)
     if checkpoint is not None:
-        progress = load_checkpoint(checkpoint, drafter, optimizer)
-        monitor.say(f"continuing from {checkpoint} at step {progress.position}/{config.steps}")
+        _, saved = load_checkpoint(checkpoint, side.trainer.drafter, side.optimizer)
+        if ranks.first and saved is not None:
+            uses.restore(saved, progress)
+        monitor.say(f"continuing from {checkpoint} at step {progress.position}/{steps}")
 
-    some = held_out.indices[: config.eval.prompts_per_set].tolist()
-    if config.eval.held_out_prompts and some:
-        sets["held-out"] = [held_out.store.prompt(i) for i in some]
-    comparison = Comparison(folder, sets, config.eval.max_new_tokens)
-    if sets and checkpoint is None:
-        exact = fp32_target(target, config)
-        with monitor.stage("evaluate before") as stage:
-            comparison.baselines(exact, B, stage.update)
-            comparison.drafter("before", exact, drafter, stage.update)
-        del exact
-
-    progress, interrupted = loop(
-        config, trainer, optimizer, train_set, schedule, validation, progress, folder, monitor
-    )
-    if interrupted:
+    comparison = None
+    if folder is not None:
+        some = held_out.indices[: config.eval.prompts_per_set].tolist()
+        if config.eval.held_out_prompts and some:
+            sets["held-out"] = [held_out.store.prompt(i) for i in some]
+        comparison = Comparison(folder, sets, config.eval.max_new_tokens) if sets else None
+    B = side.trainer.drafter.config.block_size
+    if config.eval.prompts_per_set and checkpoint is None:
+        before = side.replicas.whole()  # by all drafters together
+        if comparison is not None:
+            watch.doing("evaluating before training", patience=FOREVER)
+            exact = fp32_target(config, path, ranks.device, kept)
+            with monitor.stage("evaluate before") as stage:
+                comparison.baselines(exact, B, stage.update)
+                comparison.drafter("before", exact, before, stage.update)
+            del exact
+        del before
+    ranks.begin_together()
+    with interruption() as interrupted, watch.heeding_stop():
+        progress, stopped = loop(job, side, source, uses, progress, interrupted)
+    if stopped:
         monitor.say(f"interrupted: saved at step {progress.position}; --run.resume auto continues")
         return INTERRUPTED
+    trained = side.replicas.whole()
+    if folder is None:
+        return 0
 
-    export = save_export(drafter, folder / "export", target=target)
+    watch.doing("evaluating after training", patience=FOREVER)
+    exact = kept or fp32_target(config, path, ranks.device, None)
+    export = save_export(trained, folder / "export", target=exact)
     monitor.say(f"exported to {export}: reloaded, and equal to an independent forward")
-    if sets:
-        exact = fp32_target(target, config)
+    if comparison is not None:
+        exact = fp32_target(config, path, ranks.device, exact)
         with monitor.stage("evaluate after") as stage:
             comparison.baselines(exact, B, stage.update)  # kept from before, unless prompts changed
-            comparison.drafter("after", exact, drafter, stage.update)
+            comparison.drafter("after", exact, trained, stage.update)
         rows = comparison.rows(B)
         seconds = round(progress.seconds)  # of training alone
-        result = {"benchmark": "train", "train_seconds": seconds, "steps": config.steps}
+        result = {"benchmark": "train", "train_seconds": seconds, "steps": steps}
         cells = [[v if isinstance(v, str) else f"{v:.2f}" for v in r.values()] for r in rows]
         monitor.table("Accepted length (tokens per target step)", list(rows[0]), cells)
         options = json.loads(to_json(config))
@@ -139,76 +221,117 @@ def schedule_of(config: TrainConfig, samples: Samples) -> Schedule:
 
 
 def loop(
-    config: TrainConfig,
-    trainer: Trainer,
-    optimizer: DrafterOptimizer,
-    samples: Samples,
-    schedule: Schedule,
-    validation: Validation,
+    job: Job,
+    side: Side,
+    source: Source,
+    uses: Uses,
     progress: Progress,
-    folder: Path,
-    monitor: Monitor,
+    interrupted: Callable[[], bool],
 ) -> tuple[Progress, bool]:
-    """Optimizer steps from `progress` to `config.steps`; returns where it ended and if by a signal.
+    """Optimizer steps from `progress` on; returns where it ended and if on request.
 
-    Everything a step uses follows from (seed, position): micro-batch m belongs to feature batch
-    m // draws, whose (epoch, samples) the plan gives, and draws its anchors as number m % draws.
+    Everything a step uses follows from its number (`Course`), on every drafter; one with fewer
+    micro-batches than others, or none, still takes part in every sum.
     """
-    options, store = config.batch, samples.store
-    position, began, held_out = progress.position, time.monotonic() - progress.seconds, {}
-    captured = -1  # index of the feature batch at hand
+    config, ranks, monitor = job.config, job.ranks, job.monitor
+    trainer, optimizer, replicas = side.trainer, side.optimizer, side.replicas
+    drafter, targets, course = ranks.drafter or 0, ranks.topology.targets, progress.course
+    assert course is not None
+    B, every, validation = trainer.drafter.config.block_size, config.eval.every, job.book.validation
+    began, held_out = time.monotonic() - progress.seconds, dict[str, float]()
+    peak_tflops = config.topology.peak_tflops or product_tflops(ranks.device)
+    writer = None
+    if job.folder is not None:
+        writer = CheckpointWriter(job.folder / "checkpoints", keep=config.run.keep_checkpoints)
+
+    def asked() -> bool:
+        return interrupted() or ranks.watch.stop_requested.is_set()
 
     def save(progress: Progress) -> None:
-        save_checkpoint(
-            folder / "checkpoints",
-            trainer.drafter,
-            optimizer,
-            progress,
-            keep=config.run.keep_checkpoints,
-        )
+        counted = uses.total(ranks.drafter_group, ranks.device, progress)
+        if writer is not None or config.topology.shard:
+            snapshot = take_snapshot(trainer.drafter, optimizer, progress, counted)
+            if writer is not None:
+                writer.write(snapshot)
 
-    with monitor.stage("train") as stage, interruption() as interrupted:
-        while position < config.steps and not interrupted():
-            step_began, target_seconds, sums = time.monotonic(), 0.0, None
-            for micro in range(position * options.accumulate, (position + 1) * options.accumulate):
-                index, draw = divmod(micro, options.draws)
-                if index != captured:
-                    captured, (epoch, _) = index, schedule.locate(index)
-                    batch = store.batch(samples.indices[schedule.batch(index)].tolist())
-                    capture_began = time.monotonic()
-                    features = trainer.features(batch)
-                    target_seconds += time.monotonic() - capture_began
-                anchors = draw_anchors(
-                    batch,
-                    anchors_per_sequence=options.anchors_per_sequence,
-                    seed=config.seed,
-                    epoch=epoch,
-                    draw=draw,
-                )
-                blocks = trainer.blocks(batch, anchors)
-                if blocks.num_rows:
-                    part = trainer.micro_step(features, batch, blocks)
-                    sums = part if sums is None else sums + part
+    def validate() -> dict[str, float]:
+        def take(index: int) -> tuple[PackedBatch, FeatureBatch]:
+            return source.take(Handover("held-out", index, index % targets, drafter))
+
+        own = range(drafter, len(validation), ranks.topology.drafters)
+        with replicas.reading():
+            return validation.run(trainer, own, take, replicas.sum)
+
+    source.start()
+    position, captured, stop = progress.position, -1, False
+    with monitor.stage("train") as stage:
+        while position < job.steps and not stop:
+            step_began, sums, tally = time.monotonic(), trainer.no_sums(), Tally()
+            with replicas.step():
+                for index, draw in course.micros(position, drafter):
+                    if index != captured:
+                        handover = Handover("train", index, index % targets, drafter)
+                        batch, features = source.take(handover)
+                        captured, (epoch, _) = index, job.book.schedule.locate(index)
+                        if draw == 0:
+                            uses.use(batch.sample_ids)
+                    anchors = draw_anchors(
+                        batch,
+                        anchors_per_sequence=config.batch.anchors_per_sequence,
+                        seed=config.seed,
+                        epoch=epoch,
+                        draw=draw,
+                    )
+                    blocks = trainer.blocks(batch, anchors)
+                    tally.count(trainer.drafter.config, job.cost, batch, blocks, course.draws)
+                    if blocks.num_rows:
+                        sums += trainer.micro_step(features, batch, blocks)
             position += 1
+            ranks.watch.doing(f"step {position}: summing over the drafters", patience=2)
+            tally.waits = source.waits()
+            tally.stop = float(asked())
+            sums = replicas.reduce(torch.cat([sums, sums.new_tensor(tally.values())]))
+            progress = Progress(position, time.monotonic() - began, course)
             try:
                 result, values = optimizer.step(sums)
             except UserError:  # too many non-finite steps: what was trained before is kept
-                save(Progress(position, time.monotonic() - began))
-                raise
-            progress = Progress(position, time.monotonic() - began)
-
-            metrics = summarise(values, trainer.drafter.config.block_size) if values else {}
-            times = {"seconds": time.monotonic() - step_began, "seconds_target": target_seconds}
-            monitor.log("train", position, metrics | times | step_record(result, optimizer))
-            last = position == config.steps
-            if last or (config.eval.every and position % config.eval.every == 0):
-                held_out = validation.run()
-                monitor.log("validation", position, held_out)
-            stage.update(position, config.steps, note(metrics, held_out, result))
-            if position % config.run.checkpoint_every == 0:
                 save(progress)
+                finish_saving(ranks, writer)
+                raise
+            whole = Tally.of(values[sums_size(B) :])
+            stop = whole.stop > 0
+
+            metrics = summarise(values[: sums_size(B)], B)
+            if not result.applied:
+                metrics = {}
+            seconds = time.monotonic() - step_began
+            speed = rates(whole, seconds, ranks.topology, peak_tflops)
+            record = metrics | {"seconds": seconds} | speed | source.memory()
+            monitor.log("train", position, record | step_record(result, optimizer))
+            if validates(position, job.steps, every):
+                held_out = validate()
+                monitor.log("validation", position, held_out)
+            stage.update(position, job.steps, note(metrics, held_out, result, speed))
+            if position % config.run.checkpoint_every == 0:
+                ranks.watch.doing(f"saving step {position}", patience=2)
+                save(progress)
+            if ranks.topology.drafters == 1:  # nobody else to agree with
+                stop = asked()
         save(progress)
-        return progress, interrupted()
+        finish_saving(ranks, writer)
+    stop = stop and position < job.steps
+    if stop:
+        source.stop()
+    return progress, stop
+
+
+def finish_saving(ranks: Ranks, writer: CheckpointWriter | None) -> None:
+    """Return, on every drafter, when the last checkpoint is on disk: then all may end."""
+    if writer is not None:
+        writer.wait()
+        ranks.watch.publish("saved", True)
+    elif not ranks.first:
+        ranks.watch.wait_for("saved", "waiting for rank 0 to save")
 
 
 def step_record(result: StepResult, optimizer: DrafterOptimizer) -> dict[str, float | str]:
@@ -223,130 +346,19 @@ def step_record(result: StepResult, optimizer: DrafterOptimizer) -> dict[str, fl
     return record if result.applied else record | {"skipped": result.reason}
 
 
-def note(metrics: dict[str, float], held_out: dict[str, float], result: StepResult) -> str:
+def note(
+    metrics: dict[str, float],
+    held_out: dict[str, float],
+    result: StepResult,
+    speed: dict[str, float | str],
+) -> str:
     """The progress display's text for one step."""
     if not result.applied:
         return f"skipped: {result.reason}"
     text = f"loss {metrics['loss']:.3f}  accept {metrics['accept_len']:.2f}"
     if "accept_len" in held_out:
         text += f"  held-out {held_out['accept_len']:.2f}"
-    return text
-
-
-def load_target(config: TrainConfig, path: str, device: torch.device) -> Target:
-    """The target for features: bf16 on CUDA, fp32 on the CPU unless the options say otherwise."""
-    automatic = "bf16" if device.type == "cuda" else "fp32"
-    dtype = automatic if config.target.dtype == "auto" else config.target.dtype
-    taps = config.target.tap_ids or export_taps(config.drafter)
-    return shielded_target(config, path, device, dtype, taps)
-
-
-def fp32_target(target: Target, config: TrainConfig) -> Target:
-    """The same target in fp32, in which all ways of decoding give the same tokens."""
-    if target.dtype == torch.float32:
-        return target
-    return shielded_target(config, target.path, target.device, "fp32", target.tap_ids)
-
-
-def shielded_target(
-    config: TrainConfig, path: str, device: torch.device, dtype: str, taps: Sequence[int] | None
-) -> Target:
-    """`Target.load`, and kept out of other threads' FX tracing."""
-    remote = config.target.trust_remote_code
-    target = Target.load(path, device=device, dtype=dtype, tap_ids=taps, trust_remote_code=remote)
-    shield(target.model)
-    return target
-
-
-def identity_of(target: Target, train_set: Samples, held_out: Samples) -> dict[str, str]:
-    """What the run depends on by content: its data and the target's config, dtype and weights."""
-    model = model_identity(target.model)
-    return {
-        "training data": train_set.store.identity,
-        "held-out data": held_out.store.identity,
-        "target's config": model["config"],
-        "target's dtype": model["dtype"],
-        "target's weights": model["weights"],
-    }
-
-
-def write_resolved(file: Path, trainer: Trainer, path: str, monitor: Monitor) -> None:
-    """Save and say what the options left open: taps, mask token, gamma, shapes, dtype."""
-    config = trainer.drafter.config
-    resolved = {
-        "target": path,
-        "device": str(trainer.target.device),
-        "dtype": str(trainer.target.dtype),
-        "gamma": trainer.gamma,
-        "final_tap_normed": False,
-        "label_shift": 0,
-        "drafter": dataclasses.asdict(config),
-    }
-    file.write_text(json.dumps(resolved, indent=2) + "\n")
-    count = sum(p.numel() for p in trainer.drafter.parameters())
-    monitor.say(
-        f"drafter: {count / 1e6:.1f} M parameters, {config.num_layers} layers, block "
-        f"{config.block_size}, taps {list(config.target_layer_ids)}, mask token "
-        f"{config.mask_token_id}, gamma {trainer.gamma}"
-    )
-
-
-def report_memory(trainer: Trainer, optimizer: DrafterOptimizer, monitor: Monitor) -> None:
-    """Say the predicted peak of a step."""
-    parts = predict_peak(
-        trainer.drafter.config,
-        trainer.config.batch,
-        chunk_rows=trainer.config.loss.chunk_rows,
-        drafter_parameters=sum(p.numel() for p in optimizer.parameters.values()),
-        target_parameters=sum(p.numel() for p in trainer.target.model.parameters()),
-        bytes_per_value=trainer.embedding.element_size(),
-        moments=1 if trainer.config.optim.name == "muon" else 2,
-    )
-    text = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in parts.items())
-    monitor.say(f"predicted peak {sum(parts.values()) / 2**20:.0f} MiB ({text})")
-    if trainer.config.eval.prompts_per_set and trainer.target.dtype != torch.float32:
-        size = sum(p.numel() for p in trainer.target.model.parameters()) * 4 / 2**20
-        monitor.say(f"evaluation, before and after: {size:.0f} MiB more for the target in fp32")
-
-
-def rehearse(
-    trainer: Trainer, optimizer: DrafterOptimizer, max_length: int, monitor: Monitor
-) -> None:
-    """Run the largest batch the budgets allow as step 0, without an update (requirement 14).
-
-    Moments and gradients exist already, as in every later micro-batch; `optimizer` is fresh.
-    """
-    config, target = trainer.drafter.config, trainer.target
-    batch, anchors = largest_batch(
-        trainer.config.batch,
-        max_length=max_length,
-        block_size=config.block_size,
-        vocab_size=target.vocab_size,
-    )
-    on_gpu = target.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(target.device)
-    try:
-        optimizer.allocate()
-        blocks = trainer.blocks(batch, anchors)
-        trainer.micro_step(target.features(batch), batch, blocks)
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"the largest batch ({batch.num_tokens} tokens, {len(anchors)} blocks) does not fit on "
-            f"{target.device}: lower --batch.token-budget, --batch.anchor-budget or "
-            "--loss.chunk-rows"
-        ) from None
-    optimizer.zero_grad()
-    peak = (
-        torch.cuda.max_memory_allocated(target.device)
-        if on_gpu
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
-    monitor.say(
-        f"rehearsed the largest batch ({batch.num_tokens} tokens, {len(anchors)} blocks, "
-        f"{blocks.num_rows} rows): peak {peak / 2**20:.0f} MiB"
-        + ("" if on_gpu else " resident, the process in all")
-    )
+    return f"{text}  {speed['ktok_s']:.2f} Ktok/s, limit: {speed['limit']}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -358,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     defaults = RECIPES[recipe]()
 
     def parse() -> TrainConfig:
-        prog = "python -m dflash_ext.train [cpu|one_gpu]"
+        prog = f"python -m dflash_ext.train [{'|'.join(RECIPES)}]"
         return tyro.cli(TrainConfig, args=rest, default=defaults, prog=prog)
 
     config = parse()
@@ -366,8 +378,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # An export brings its own shape: only the user's options may disagree, not the recipe's.
         defaults = dataclasses.replace(defaults, drafter=DrafterOptions())
         config = parse()
+    check_given(config)
     transformers_logging.disable_progress_bar()  # it would break through our own display
-    return train(config)
+    if started_as_rank():
+        return as_rank(config, train)
+    size = world_size(config)
+    return train(config) if size == 1 else start_local(config, size)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,13 @@ Shapes: T context tokens, N blocks, B slots, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Iterable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.blocks import Blocks, build_blocks, draw_anchors, resolve_gamma
@@ -16,23 +19,55 @@ from dflash_ext.config import TrainConfig
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError
 from dflash_ext.loss import LossOutput, vocabulary_loss, vocabulary_topk
-from dflash_ext.metrics import TREE_BUDGETS, slot_sums, summarise, tree_sums
+from dflash_ext.metrics import TREE_BUDGETS, slot_sums, summarise, sums_size, tree_sums
 from dflash_ext.plan import plan_epoch
 from dflash_ext.samples import Samples
-from dflash_ext.target import Target
+from dflash_ext.shield import shield
+from dflash_ext.target import Vocabulary
 from dflash_ext.transfer import FeatureBatch
 
 KEPT_FEATURE_BYTES = 512 * 2**20
 """Validation features up to this size are computed once and kept."""
 
 
-class Trainer:
-    """The drafter's side of a step, for one target."""
+class DrafterForward(nn.Module):
+    """The drafter's whole forward as one module: what is sharded is gathered around this call."""
 
-    def __init__(self, target: Target, drafter: Drafter, config: TrainConfig) -> None:
-        self.target, self.drafter, self.config = target, drafter, config
-        self.embedding, self.head = target.vocabulary()
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+        shield(self)
+
+    def forward(
+        self,
+        embeds: Tensor,
+        features: Tensor,
+        blocks: Blocks,
+        context_positions: Tensor,
+    ) -> Tensor:
+        """Hidden rows [N*B, H] of embeddings [N*B, H] and features [T, K*Ht] on one device."""
+        return self.drafter(
+            embeds,
+            self.drafter.encode_context(features),
+            blocks.positions,
+            context_positions,
+            self.drafter.layouts(blocks.ctx_start, blocks.ctx_end, features.shape[0]),
+        )
+
+
+class Trainer:
+    """The drafter's side of a step."""
+
+    def __init__(self, vocabulary: Vocabulary, drafter: Drafter, config: TrainConfig) -> None:
+        """vocabulary: the target's embedding and head, on the drafter's device."""
+        self.drafter, self.config = drafter, config
+        self.embedding, self.head = vocabulary
         self.gamma = resolve_gamma(config.loss.gamma, drafter.config.block_size)
+        self.forward = DrafterForward(drafter)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
 
     def blocks(self, batch: PackedBatch, anchors: Tensor) -> Blocks:
         """Blocks of the anchors on the CPU. UserError if a token is outside the vocabulary."""
@@ -51,22 +86,11 @@ class Trainer:
             contiguous=self.config.loss.contiguous,
         )
 
-    def features(self, batch: PackedBatch) -> FeatureBatch:
-        """Verified features of a batch; FeatureError if they are not the batch's own."""
-        features = self.target.features(batch)
-        config = self.drafter.config
-        features.verify(batch, config.target_layer_ids, config.target_hidden_size)
-        return features
-
     def hidden(self, features: FeatureBatch, batch: PackedBatch, blocks: Blocks) -> Tensor:
         """The drafter's rows [N*B, H] for `blocks`, which are on the features' device."""
-        return self.drafter(
-            F.embedding(blocks.input_ids, self.embedding),
-            self.drafter.encode_context(features.features),
-            blocks.positions,
-            batch.positions().to(blocks.positions.device, non_blocking=True),
-            self.drafter.layouts(blocks.ctx_start, blocks.ctx_end, batch.num_tokens),
-        )
+        positions = batch.positions().to(blocks.positions.device, non_blocking=True)
+        embeds = F.embedding(blocks.input_ids, self.embedding)
+        return self.forward(embeds, features.features, blocks, positions)
 
     def loss(self, hidden: Tensor, blocks: Blocks) -> LossOutput:
         """The objective over the supervised rows of `hidden` [N*B, H]."""
@@ -82,32 +106,56 @@ class Trainer:
             chunk_rows=options.chunk_rows,
         )
 
+    def no_sums(self) -> Tensor:
+        """What `micro_step` returns for no blocks at all: zeros, on the device."""
+        return torch.zeros(sums_size(self.drafter.config.block_size), device=self.device)
+
     def micro_step(self, features: FeatureBatch, batch: PackedBatch, blocks: Blocks) -> Tensor:
         """Add the gradient of the loss numerator to the parameters; returns `slot_sums`.
 
-        `blocks` on the CPU, with at least one supervised row.
+        `blocks` on the CPU; more than `anchor_chunk` of them take several backward passes.
         """
-        blocks = blocks.to(features.features.device)
-        output = self.loss(self.hidden(features, batch, blocks), blocks)
-        output.numerator.backward()
-        return slot_sums(output, blocks)
+        total = self.no_sums()
+        for part in blocks.chunks(self.config.batch.blocks_at_once):
+            part = part.to(features.features.device)
+            output = self.loss(self.hidden(features, batch, part), part)
+            output.numerator.backward()
+            total += slot_sums(output, part)
+        return total
+
+    def zero_step(self) -> None:
+        """A backward pass over one block whose gradient is zero."""
+        B, config = self.drafter.config.block_size, self.drafter.config
+        ids = torch.zeros(B + 1, dtype=torch.int64)
+        batch = PackedBatch.from_documents([(ids, torch.ones_like(ids))], [0])
+        blocks = self.blocks(batch, torch.zeros(1, dtype=torch.int64)).to(self.device)
+        ones = self.embedding.new_ones(B + 1, config.feature_width)
+        features = FeatureBatch(ones, config.target_layer_ids, (0,), "", B + 1)
+        (self.hidden(features, batch, blocks).sum() * 0).backward()
 
 
 class Validation:
-    """Held-out samples with one fixed anchor draw, the same in every run and at every step."""
+    """Held-out samples with one fixed anchor draw, the same in every run and at every step.
 
-    def __init__(self, trainer: Trainer, samples: Samples) -> None:
-        """Any number of samples, also none: `run` then returns nothing."""
-        self.trainer = trainer
-        options, store, chosen = trainer.config.batch, samples.store, samples.indices
-        per_sequence = max(1, trainer.config.eval.max_validation_blocks // max(1, len(chosen)))
-        per_sequence = min(per_sequence, options.anchors_per_sequence)
+    The batches are the same on every rank; each drafter takes those that are its own, and the sums
+    of all drafters make the metrics.
+    """
+
+    def __init__(self, config: TrainConfig, samples: Samples, row_bytes: int) -> None:
+        """Any number of samples, also none: `run` then returns nothing.
+
+        row_bytes: size of the features of one token.
+        """
+        options, store, chosen = config.batch, samples.store, samples.indices
+        per_sequence = max(1, config.eval.max_validation_blocks // max(1, len(chosen)))
+        self.per_sequence = min(per_sequence, options.anchors_per_sequence)
+        candidates = np.minimum(store.candidates[chosen], self.per_sequence)
         plan = (
             []
             if not len(chosen)
             else plan_epoch(
                 store.lengths[chosen],
-                np.minimum(store.candidates[chosen], per_sequence),
+                candidates,
                 seed=0,
                 epoch=0,
                 token_budget=options.token_budget,
@@ -115,49 +163,66 @@ class Validation:
                 anchor_budget=options.anchor_budget,
             )
         )
-        self._batches: list[tuple[PackedBatch, Blocks]] = []
-        for group in plan:
-            batch = store.batch(chosen[group].tolist())
-            anchors = draw_anchors(batch, anchors_per_sequence=per_sequence, seed=0, epoch=0)
-            if len(anchors):
-                self._batches.append((batch, trainer.blocks(batch, anchors)))
-        self._kept: dict[int, FeatureBatch] = {}
-        width = trainer.drafter.config.feature_width * trainer.embedding.element_size()
-        tokens = sum(batch.num_tokens for batch, _ in self._batches)
-        self._keep = tokens * width <= KEPT_FEATURE_BYTES
+        self._store, self._config = store, config
+        self._groups = [chosen[group].tolist() for group in plan if candidates[group].any()]
+        tokens = int(sum(store.lengths[group].sum() for group in self._groups))
+        self.keep = tokens * row_bytes <= KEPT_FEATURE_BYTES
+        """Features are computed once and kept, by whoever uses them."""
+        self._kept: dict[int, tuple[PackedBatch, FeatureBatch]] = {}
 
-    def _features(self, index: int) -> FeatureBatch:
-        if index in self._kept:
-            return self._kept[index]
-        features = self.trainer.features(self._batches[index][0])
-        if self._keep:
-            self._kept[index] = features
-        return features
+    def __len__(self) -> int:
+        """Held-out batches."""
+        return len(self._groups)
+
+    def batch(self, index: int) -> PackedBatch:
+        return self._store.batch(self._groups[index])
+
+    def _taken(
+        self, index: int, take: Callable[[int], tuple[PackedBatch, FeatureBatch]]
+    ) -> tuple[PackedBatch, FeatureBatch]:
+        if index not in self._kept:
+            batch, features = take(index)
+            if not self.keep:
+                return batch, features
+            # What was handed over lies in a buffer that the next batch will need.
+            features = dataclasses.replace(features, features=features.features.clone())
+            self._kept[index] = batch, features
+        return self._kept[index]
 
     @torch.no_grad()
-    def run(self) -> dict[str, float]:
-        """`metrics.summarise` over the held-out blocks, and tree_accept_len@budget beside it."""
-        drafter, head = self.trainer.drafter, self.trainer.head
-        B = drafter.config.block_size
+    def run(
+        self,
+        trainer: Trainer,
+        own: Iterable[int],
+        take: Callable[[int], tuple[PackedBatch, FeatureBatch]],
+        reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
+    ) -> dict[str, float]:
+        """`metrics.summarise` over the held-out blocks, and tree_accept_len@budget beside it.
+
+        own: this drafter's batches; take: their features; reduce: the sum over all drafters.
+        """
+        if not self._groups:
+            return {}
+        drafter, head = trainer.drafter, trainer.head
+        B, chunk_rows = drafter.config.block_size, self._config.loss.chunk_rows
         top = min(max(TREE_BUDGETS), head.shape[0])
-        sums: Tensor | None = None
-        trees = dict.fromkeys(TREE_BUDGETS, 0.0)
-        for index, (batch, blocks) in enumerate(self._batches):
-            features = self._features(index)
+        sums, trees = trainer.no_sums(), dict.fromkeys(TREE_BUDGETS, 0.0)
+        for index in own:
+            batch, features = self._taken(index, take)
+            anchors = draw_anchors(batch, anchors_per_sequence=self.per_sequence, seed=0, epoch=0)
+            blocks = trainer.blocks(batch, anchors)
             on_device = blocks.to(features.features.device)
-            hidden = self.trainer.hidden(features, batch, on_device)
-            part = slot_sums(self.trainer.loss(hidden, on_device), on_device)
-            sums = part if sums is None else sums + part
+            hidden = trainer.hidden(features, batch, on_device)
+            sums += slot_sums(trainer.loss(hidden, on_device), on_device)
             slots = hidden.view(-1, B, hidden.shape[-1])[:, 1:].flatten(0, 1)
-            chunk_rows = self.trainer.config.loss.chunk_rows
             log_probs, ids = vocabulary_topk(slots, head, top, chunk_rows=chunk_rows)
             shape = (blocks.num_blocks, B - 1, top)
             found = tree_sums(log_probs.cpu().view(shape), ids.cpu().view(shape), blocks)
             trees = {budget: trees[budget] + found[budget] for budget in trees}
-        if sums is None:
-            return {}
-        metrics = summarise(sums.tolist(), B)
+        tree_values = torch.tensor(list(trees.values()), device=sums.device)
+        values = reduce(torch.cat([sums, tree_values])).tolist()
+        metrics = summarise(values[: len(sums)], B)
         if blocks_used := metrics["blocks"]:
-            for budget, total in trees.items():
+            for budget, total in zip(TREE_BUDGETS, values[len(sums) :]):
                 metrics[f"tree_accept_len@{budget}"] = total / blocks_used
         return metrics

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.errors import FeatureError
+from dflash_ext.watch import short_ids
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,15 @@ class FeatureBatch:
 
         Waits for the device once, to see that they are finite and not zero.
         """
-        name = f"features of samples {_short(batch.sample_ids)}"
+        self.verify_origin(batch, tap_ids, width)
+        self.verify_content(batch, self.content_flags().tolist())
+
+    def verify_origin(self, batch: PackedBatch, tap_ids: Sequence[int], width: int) -> None:
+        """The part of `verify` that does not look at the values."""
+        name = f"features of samples {short_ids(batch.sample_ids)}"
         if self.sample_ids != batch.sample_ids:
             raise FeatureError(
-                f"{name}: they belong to samples {_short(self.sample_ids)} in that order"
+                f"{name}: they belong to samples {short_ids(self.sample_ids)} in that order"
             )
         if self.token_hash != batch.token_hash():
             raise FeatureError(f"{name}: they were computed from other tokens (hash differs)")
@@ -64,14 +70,94 @@ class FeatureBatch:
                 f"{name}: expected {len(got)} taps × {width} = {len(got) * width} columns, "
                 f"got shape {tuple(self.features.shape)}"
             )
-        finite, nonzero = self.content_flags().tolist()
+
+    def verify_content(self, batch: PackedBatch, flags: Sequence[bool]) -> None:
+        """Raise FeatureError for `content_flags` that say no."""
+        name = f"features of samples {short_ids(batch.sample_ids)}"
+        finite, nonzero = flags
         if not finite:
             raise FeatureError(f"{name}: not finite")
         if not nonzero:
             raise FeatureError(f"{name}: rows that are all zero")
 
 
-def _short(sample_ids: Sequence[int]) -> str:
-    """Sample ids for a message; long lists are cut."""
-    shown = ", ".join(str(s) for s in sample_ids[:16])
-    return f"[{shown}{', …' if len(sample_ids) > 16 else ''}]"
+# One header precedes each feature batch: int64, of one size for all batches of a run.
+_FIXED = 16
+_MAGIC = 0x44464C41_53480001
+_DTYPES = (torch.bfloat16, torch.float32)
+_KINDS = ("train", "held-out")
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a target says about a feature batch it hands over, beside the features themselves."""
+
+    kind: str
+    index: int
+    shape: tuple[int, int]
+    """Of the features, as the target has them."""
+    dtype: torch.dtype
+    tap_ids: tuple[int, ...]
+    sample_ids: tuple[int, ...]
+    token_hash: str
+    rows: int
+    waited: float
+    """Seconds this target waited for room since its last announcement."""
+    elapsed: float
+    """Seconds since its last announcement."""
+    reserved: int
+    """Bytes of device memory that the target's process holds (0 on a CPU)."""
+
+    @staticmethod
+    def size(max_documents: int, taps: int) -> int:
+        """Values of an encoded header."""
+        return _FIXED + taps + max_documents
+
+    def encode(self, size: int) -> Tensor:
+        """int64 [size], on the CPU. FeatureError if there are more documents or taps than fit."""
+        head = [
+            _MAGIC,
+            _KINDS.index(self.kind),
+            self.index,
+            *self.shape,
+            _DTYPES.index(self.dtype),
+            len(self.tap_ids),
+            len(self.sample_ids),
+            self.rows,
+            *(int(self.token_hash[i : i + 8], 16) for i in range(0, 32, 8)),
+            round(self.waited * 1e6),
+            round(self.elapsed * 1e6),
+            self.reserved,
+        ]
+        assert len(head) == _FIXED
+        values = head + list(self.tap_ids) + list(self.sample_ids)
+        if len(values) > size:
+            raise FeatureError(
+                f"{len(self.sample_ids)} documents and {len(self.tap_ids)} taps do not fit a header"
+                f" of {size} values"
+            )
+        header = torch.zeros(size, dtype=torch.int64)
+        header[: len(values)] = torch.tensor(values)
+        return header
+
+    @classmethod
+    def decode(cls, header: Tensor) -> Announcement:
+        """Inverse of `encode`; FeatureError if the header is none."""
+        values = header.tolist()
+        if values[0] != _MAGIC:
+            raise FeatureError("the header of a feature batch is damaged: expected its first word")
+        kind, index, rows, columns, dtype, taps, documents, announced = values[1:9]
+        tap_end = _FIXED + taps
+        return cls(
+            kind=_KINDS[kind],
+            index=index,
+            shape=(rows, columns),
+            dtype=_DTYPES[dtype],
+            tap_ids=tuple(values[_FIXED:tap_end]),
+            sample_ids=tuple(values[tap_end : tap_end + documents]),
+            token_hash="".join(f"{word:08x}" for word in values[9:13]),
+            rows=announced,
+            waited=values[13] / 1e6,
+            elapsed=values[14] / 1e6,
+            reserved=values[15],
+        )

@@ -18,6 +18,7 @@ from dflash_ext.config import (
     EvalOptions,
     LossOptions,
     RunOptions,
+    TopologyOptions,
     TrainConfig,
     to_json,
 )
@@ -30,9 +31,9 @@ def test_recipes_hold_together(name):
     config = RECIPES[name]()
     batch, data = config.batch, config.data
     assert data.max_length <= batch.token_budget  # every prepared sample fits a batch
-    assert data.max_prompt_tokens + data.max_answer_tokens < data.max_length
+    assert data.train or data.max_prompt_tokens + data.max_answer_tokens < data.max_length
     assert batch.anchors_per_sequence <= batch.anchor_budget
-    assert data.held_out < data.synthetic_rows
+    assert data.train or data.held_out < data.synthetic_rows
     content = json.loads(to_json(config))
     assert content["batch"] == dataclasses.asdict(batch)
     assert content["steps"] == config.steps
@@ -56,6 +57,16 @@ def test_recipes_hold_together(name):
         (EvalOptions, {"max_new_tokens": 0}, "max_new_tokens 0"),
         (RunOptions, {"keep_checkpoints": 0}, "keep_checkpoints 0"),
         (TrainConfig, {"steps": 0}, "steps 0"),
+        (TrainConfig, {"epochs": 0}, "epochs 0"),
+        (BatchOptions, {"anchor_chunk": 0}, "anchor_chunk 0"),
+        (TopologyOptions, {"targets": 5}, "--targets 5 and --drafters None: give both"),
+        (TopologyOptions, {"drafters": 1}, "give both, or neither"),
+        (TopologyOptions, {"targets": 0, "drafters": 1}, "targets 0"),
+        (TopologyOptions, {"targets": 1, "drafters": 0}, "drafters 0"),
+        (TopologyOptions, {"targets": "auto", "drafters": 1}, "leave --drafters out"),
+        (TopologyOptions, {"targets": 1, "drafters": 1, "devices": 3}, "for --targets auto only"),
+        (TopologyOptions, {"buffers": 1}, "buffers 1"),
+        (TopologyOptions, {"stall_seconds": 0}, "stall_seconds 0"),
         (TrainConfig, {"seed": -1}, "seed -1"),
     ],
 )
@@ -72,6 +83,7 @@ def test_wrong_values_are_user_errors(owner, options, message):
         ({"data": DataOptions(train="x", max_length=4096)}, "max_length 4096 exceeds token_budget"),
         ({"data": DataOptions(validation="x")}, "validation x is of no use without train"),
         ({"data": DataOptions(max_answer_tokens=2000)}, "max_answer_tokens 2064 exceeds"),
+        ({"topology": TopologyOptions(shard=True)}, "--shard is for AdamW"),
     ],
 )
 def test_options_that_contradict_each_other(changes, message):
@@ -84,7 +96,7 @@ def test_options_of_the_other_kind_of_data_do_not_matter():
     TrainConfig(data=DataOptions(train="x", held_out=1000, max_answer_tokens=2000))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["cpu", "one_gpu"])
 def test_an_export_s_shape_wins_over_the_recipe_s_but_not_over_the_user_s(recipe, monkeypatch):
     seen = []
     monkeypatch.setattr(train_module, "train", lambda config: seen.append(config.drafter) or 0)
@@ -93,6 +105,29 @@ def test_an_export_s_shape_wins_over_the_recipe_s_but_not_over_the_user_s(recipe
     main([recipe, "--drafter.init", "some/export", "--drafter.num-layers", "3"])
     assert [d.num_layers for d in seen] == [RECIPES[recipe]().drafter.num_layers, None, 3]
     assert [d.block_size for d in seen] == [RECIPES[recipe]().drafter.block_size, None, None]
+
+
+def test_the_headline_recipe_and_what_it_leaves_to_its_user(monkeypatch):
+    config = RECIPES["eight_gpu"]()
+    batch = config.batch
+    assert (config.topology.targets, config.topology.drafters) == (5, 3)
+    assert (batch.token_budget, batch.max_documents) == (49152, 64)
+    assert (config.loss.gamma, config.drafter.block_size) == ("10", 16)
+    assert batch.anchors_per_sequence == 512
+    assert batch.anchor_budget >= batch.max_documents * 512  # no document gets fewer
+    with pytest.raises(UserError, match=r"needs --target.path, --data.train, --run.dir: give"):
+        main(["eight_gpu"])
+    own = ["--target.path", "t", "--data.train", "d.jsonl"]
+    with pytest.raises(UserError, match=r"needs --run.dir: give"):
+        main(["eight_gpu", *own])
+    started = []
+    monkeypatch.setattr(train_module, "start_local", lambda c, size: started.append((c, size)) or 0)
+    assert main(["eight_gpu", *own, "--run.dir", "runs/mine"]) == 0
+    assert main(["eight_gpu", *own, "--run.dir", "r", "--targets", "7", "--drafters", "1"]) == 0
+    auto = ["--targets", "auto", "--drafters", "None", "--devices", "6"]
+    assert main(["eight_gpu", *own, "--run.dir", "r", *auto]) == 0
+    assert [size for _, size in started] == [8, 8, 6]
+    assert started[0][0].run.dir == Path("runs/mine")
 
 
 def test_json_of_paths():

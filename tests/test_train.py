@@ -140,7 +140,7 @@ def test_a_whole_run(world, tmp_path, capsys):
         assert 1 <= record["accept_len"] <= record["tree_accept_len@16"] <= 4
     losses = [r["loss"] for r in steps]
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])  # counting upwards is learnable
-    assert validation[-1]["accept_len"] > 1.2
+    assert validation[-1]["accept_len"] > 1.1
 
     rows = json.loads((folder / "results.json").read_text())["rows"]
     assert [row["prompts"] for row in rows] == ["prompts.txt", "held-out"]

@@ -29,25 +29,41 @@ from dflash_ext.loss import vocabulary_loss
 from dflash_ext.memory import largest_batch, predict_peak
 from dflash_ext.metrics import slot_sums, summarise
 from dflash_ext.optim import DrafterOptimizer
+from dflash_ext.pipeline import Book, InProcess
+from dflash_ext.plan import Schedule
 from dflash_ext.samples import Samples
 from dflash_ext.target import Target
+from dflash_ext.topology import Handover
 from dflash_ext.trainer import Trainer, Validation
 
 MASK = VOCAB - 3
 
 
-def trainer_of(block_size=4, **loss) -> Trainer:
+class OneProcess(Trainer):
+    """A trainer beside its target, as in a run of one process."""
+
+    def __init__(self, target: Target, drafter: Drafter, config: TrainConfig) -> None:
+        super().__init__(target.vocabulary(), drafter, config)
+        self.target = target
+
+    def features(self, batch: PackedBatch):
+        features = self.target.features(batch)
+        config = self.drafter.config
+        features.verify(batch, config.target_layer_ids, config.target_hidden_size)
+        return features
+
+
+def trainer_of(block_size=4, batch=None, **loss) -> OneProcess:
     config = TrainConfig(
         data=DataOptions(max_prompt_tokens=16, max_answer_tokens=32),
         loss=LossOptions(chunk_rows=7, **loss),
-        batch=BatchOptions(
-            token_budget=64, max_documents=4, anchors_per_sequence=6, anchor_budget=24
-        ),
+        batch=batch
+        or BatchOptions(token_budget=64, max_documents=4, anchors_per_sequence=6, anchor_budget=24),
     )
     options = dataclasses.replace(config.drafter, block_size=block_size)
     target = Target(tiny_model("llama", head_dim=64), tap_ids=(0, 2))
     torch.manual_seed(1)
-    return Trainer(target, Drafter(drafter_config(options, target, MASK)), config)
+    return OneProcess(target, Drafter(drafter_config(options, target, MASK)), config)
 
 
 def documents(masks: list[list[int]], seed: int = 0):
@@ -62,19 +78,16 @@ def packed(docs, ids) -> PackedBatch:
     return PackedBatch.from_documents([docs[i] for i in ids], ids)
 
 
-def backward(trainer: Trainer, batch: PackedBatch):
-    """(slot sums or None) of one micro-batch; gradients accumulate."""
+def backward(trainer: OneProcess, batch: PackedBatch):
+    """Slot sums of one micro-batch; gradients accumulate."""
     anchors = draw_anchors(batch, anchors_per_sequence=6, seed=0, epoch=0)
-    blocks = trainer.blocks(batch, anchors)
-    if not blocks.num_rows:
-        return None
-    return trainer.micro_step(trainer.features(batch), batch, blocks)
+    return trainer.micro_step(trainer.features(batch), batch, trainer.blocks(batch, anchors))
 
 
-def gradients(trainer: Trainer, *batches: PackedBatch):
+def gradients(trainer: OneProcess, *batches: PackedBatch):
     trainer.drafter.zero_grad()
-    sums = [s for b in batches if (s := backward(trainer, b)) is not None]
-    return [p.grad.clone() for p in trainer.drafter.parameters()], sum(sums)
+    sums = sum(backward(trainer, b) for b in batches)
+    return [p.grad.clone() for p in trainer.drafter.parameters()], sums
 
 
 def assert_same(a, b, rtol=1e-5):
@@ -178,12 +191,31 @@ def test_a_non_finite_loss_is_named_and_skipped():
         optimizer.step(sums)
 
 
-def test_wrong_features_are_never_trained_on(monkeypatch):
-    """Requirement 8 at the trainer's door."""
+def store_of(path, masks) -> TokenStore:
+    with StoreWriter(path / "store") as writer:
+        for ids, mask in documents(masks):
+            writer.append(ids.tolist(), mask.tolist())
+    return TokenStore.open(path / "store")
+
+
+def book_of(trainer: Trainer, store: TokenStore, held_out=()) -> Book:
+    samples = Samples(store, np.arange(len(store)))
+    budgets = {"token_budget": 9, "max_documents": 1, "anchor_budget": 24}
+    schedule = Schedule(store.lengths, np.minimum(store.candidates, 6), seed=0, **budgets)
+    held = Samples(store, np.array(held_out, dtype=np.int64))
+    return Book(samples, schedule, Validation(trainer.config, held, 4))
+
+
+def test_wrong_features_are_never_trained_on(tmp_path, monkeypatch):
+    """Requirement 8 where target and drafter share a process."""
     trainer = trainer_of()
-    docs = documents([[1] * 9, [1] * 9])
-    batch, other = packed(docs, [0]), packed(docs, [1])
-    good, foreign = trainer.target.features(batch), trainer.target.features(other)
+    book = book_of(trainer, store_of(tmp_path, [[1] * 9, [1] * 9]))
+    source = InProcess(trainer.target, trainer.drafter.config, book)
+    first, second = (Handover("train", i, 0, 0) for i in range(2))
+    good, foreign = (trainer.target.features(book.batch(h)) for h in (first, second))
+    batch, features = source.take(first)
+    assert torch.equal(features.features, good.features)
+    assert batch.sample_ids == book.batch(first).sample_ids
     for bad in (
         dataclasses.replace(good, features=torch.zeros_like(good.features)),
         dataclasses.replace(good, features=good.features[:-1]),
@@ -192,8 +224,23 @@ def test_wrong_features_are_never_trained_on(monkeypatch):
         foreign,
     ):
         monkeypatch.setattr(trainer.target, "features", lambda _, bad=bad: bad)
-        with pytest.raises(FeatureError):
-            trainer.features(batch)
+        name = rf"batch 0 of target 0: features of samples \[{batch.sample_ids[0]}\]"
+        with pytest.raises(FeatureError, match=name):
+            source.take(first)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 7])
+def test_anchors_in_turns_add_up_to_all_at_once(chunk):
+    docs = documents([[0, 0] + [1] * 12, [1] * 9, [0] * 5, [1, 0] * 4, [1] * 20])
+    whole, turns = trainer_of(), trainer_of()
+    options = dataclasses.replace(turns.config.batch, anchor_chunk=chunk)
+    turns.config = dataclasses.replace(turns.config, batch=options)
+    assert turns.config.batch.blocks_at_once == chunk
+    batch = packed(docs, range(5))
+    expected, sums = gradients(whole, batch)
+    found, sums_of_turns = gradients(turns, batch)
+    assert_same(found, expected)
+    torch.testing.assert_close(sums_of_turns, sums, rtol=1e-5, atol=1e-5)
 
 
 def test_foreign_token_ids_are_an_error():
@@ -205,14 +252,26 @@ def test_foreign_token_ids_are_an_error():
 
 def test_validation_equals_its_parts_and_does_not_depend_on_batching(tmp_path):
     trainer = trainer_of()
-    with StoreWriter(tmp_path / "store") as writer:
-        for ids, mask in documents([[0, 0] + [1] * n for n in (12, 3, 7, 9, 2, 15)]):
-            writer.append(ids.tolist(), mask.tolist())
-    store = TokenStore.open(tmp_path / "store")
-    samples = Samples(store, np.array([1, 2, 3, 5]))
-    validation = Validation(trainer, samples)
-    metrics = validation.run()
-    assert metrics == validation.run()  # the same anchors at every call
+    masks = [[0, 0] + [1] * n for n in (12, 3, 7, 9, 2, 15)]
+    store = store_of(tmp_path, masks)
+
+    def run(config=trainer.config, chosen=(1, 2, 3, 5), row_bytes=4):
+        samples = Samples(store, np.array(chosen, dtype=np.int64))
+        validation, taken = Validation(config, samples, row_bytes), []
+
+        def take(index):
+            taken.append(index)
+            batch = validation.batch(index)
+            return batch, trainer.features(batch)
+
+        first = validation.run(trainer, range(len(validation)), take)
+        assert first == validation.run(trainer, range(len(validation)), take)  # the same anchors
+        rounds = 1 if validation.keep else 2
+        assert taken == [*range(len(validation))] * rounds
+        return first
+
+    metrics = run()
+    assert metrics == run(row_bytes=10**9)  # features too large to keep
     assert 1 <= metrics["accept_len"] <= metrics["tree_accept_len@16"] <= 4
     with torch.no_grad():
         sums = 0
@@ -233,10 +292,9 @@ def test_validation_equals_its_parts_and_does_not_depend_on_batching(tmp_path):
     expected = summarise(sums.tolist(), 4)
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-4), name
-    assert Validation(trainer, Samples(store, np.array([], dtype=np.int64))).run() == {}
+    assert run(chosen=()) == {}
     few = dataclasses.replace(trainer.config, eval=EvalOptions(max_validation_blocks=4))
-    trainer.config = few
-    assert Validation(trainer, samples).run()["blocks"] == 4
+    assert run(few)["blocks"] == 4
 
 
 @pytest.mark.parametrize(

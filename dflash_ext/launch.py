@@ -1,0 +1,184 @@
+"""Starts the ranks of a run on this machine, and says why they ended.
+
+torch's elastic launcher starts and supervises them: one that dies takes the others along. Ranks are
+forked from a server process that has imported everything once, before any of them has a device.
+`torchrun ... -m dflash_ext.train` starts the same ranks over several machines.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from types import FrameType
+
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from dflash_ext.config import TrainConfig
+from dflash_ext.errors import UserError
+from dflash_ext.topology import Topology
+from dflash_ext.watch import FAILED, Failure, read_beat, read_failure, report_failure
+
+HOST = "127.0.0.1"
+# Everything that takes long to import; not train.py, which each rank runs as its main module.
+_PRELOAD = ["dflash_ext.worker", "dflash_ext.pipeline", "dflash_ext.comparison"]
+_SHUTDOWN_SECONDS = 10  # for ranks whose peer has died: there is nothing left to save
+
+
+def world_size(config: TrainConfig) -> int:
+    """Ranks that the options ask for; 1: one process. UserError if they leave it open."""
+    options = config.topology
+    if options.targets == "auto":
+        size = options.devices or torch.cuda.device_count()
+        if size < 2:
+            raise UserError(
+                "--targets auto needs at least 2 ranks and there are "
+                f"{torch.cuda.device_count()} GPUs: say how many with --devices"
+            )
+        return size
+    if options.targets is None or options.drafters is None:
+        return 1
+    return Topology(options.targets, options.drafters, shared=False).world_size
+
+
+def _rank(config: TrainConfig) -> int:
+    from dflash_ext.train import train  # not at the top: these import this module
+    from dflash_ext.worker import as_rank
+
+    return as_rank(config, train)
+
+
+def start_local(config: TrainConfig, size: int) -> int:
+    """Run `size` ranks on this machine to their end; returns the run's exit code."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it shorter
+    multiprocessing.set_forkserver_preload(_PRELOAD)
+    # Ours, so that it outlives the ranks; the launcher's own store is a tenant of it.
+    store = TCPStore(
+        HOST,
+        0,
+        is_master=True,
+        multi_tenant=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+    )
+    launch = elastic_launch(
+        LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=size,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="static",
+            rdzv_endpoint=f"{HOST}:{store.port}",
+            rdzv_configs={"rank": 0, "timeout": 900},
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="forkserver",
+            local_addr=HOST,
+        ),
+        _rank,
+    )
+    outcome: list[int | BaseException] = []
+
+    def supervise() -> None:
+        try:
+            outcome.append(launch(config)[0])
+        except BaseException as error:  # handed to the main thread
+            outcome.append(error)
+
+    # In a thread: the launcher would answer a signal by killing what this one lets save and end.
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SHUTDOWN_SECONDS)
+    thread = threading.Thread(target=supervise, name="launcher")
+    with _Signals(store, size):
+        thread.start()
+        while thread.is_alive():
+            thread.join(timeout=0.2)
+    return _exit_code(outcome[0], store)
+
+
+class _Signals:
+    """The first SIGINT or SIGTERM asks the ranks to save and end, the second one ends them."""
+
+    def __init__(self, store: TCPStore, size: int) -> None:
+        self._store, self._size = store, size
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._take)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._store.check(["stop"]):
+            self._store.set("stop", "1")
+            return
+        for rank in range(self._size):
+            if (beat := read_beat(self._store, rank)) is not None and not beat.finished:
+                try:
+                    os.kill(beat.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+
+def _exit_code(outcome: int | BaseException, store: TCPStore) -> int:
+    if isinstance(outcome, int):
+        return outcome
+    failure = read_failure(store)
+    if failure is None and isinstance(outcome, ChildFailedError):
+        rank, process = outcome.get_first_failure()
+        failure = death_of(store, rank, process.exitcode)
+        print(f"error: {failure.message}", flush=True, file=sys.stderr)
+    if failure is None:
+        raise outcome
+    return failure.code
+
+
+def death_of(store: TCPStore, rank: int, exitcode: int) -> Failure:
+    """The failure of a rank that said nothing: how it ended and what it was doing."""
+    try:
+        end = f"was killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        end = f"ended with exit code {exitcode}"
+    beat = read_beat(store, rank)
+    name = f"rank {rank}" if beat is None else f"rank {rank} {beat}:"
+    return report_failure(store, Failure(rank, f"{name} {end}", FAILED))
+
+
+def dead_peer(store: TCPStore, ranks: Sequence[int]) -> Failure | None:
+    """The failure of a rank of this machine whose process is gone, if there is one."""
+    for rank in ranks:
+        beat = read_beat(store, rank)
+        if beat is not None and not beat.finished and beat.host == os.uname().nodename:
+            try:
+                with open(f"/proc/{beat.pid}/stat") as stat:
+                    gone = stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+            except OSError:
+                gone = True
+            if gone:
+                return report_failure(store, Failure(rank, f"rank {rank} {beat}: died", FAILED))
+    return None
+
+
+def root_cause(store: TCPStore, own: int, size: int, seconds: float) -> Failure | None:
+    """Another rank's failure, if one shows within `seconds`: ours may be its consequence."""
+    end = time.monotonic() + seconds
+    others = [rank for rank in range(size) if rank != own]
+    while time.monotonic() < end:
+        failure = read_failure(store) or dead_peer(store, others)
+        if failure is not None:
+            return failure
+        time.sleep(0.1)
+    return None

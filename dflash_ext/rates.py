@@ -1,0 +1,157 @@
+"""What a step cost and who waited: floating point operations by arithmetic, shares by clocks.
+
+Shapes: T context rows, N blocks, B slots, R supervised rows, L layers, H hidden, D head dim.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from dflash_ext.batch import PackedBatch
+from dflash_ext.blocks import Blocks
+from dflash_ext.drafter import DrafterConfig
+from dflash_ext.pipeline import Waits
+from dflash_ext.target import Target, decoder_layers
+from dflash_ext.topology import Topology
+
+
+@dataclass(frozen=True)
+class TargetCost:
+    """Operations of a target's forward up to its last tap."""
+
+    per_token: float
+    per_pair: float
+    """For each visible (query, key) pair of a document."""
+
+    @classmethod
+    def of(cls, target: Target) -> TargetCost:
+        text = target.model.config.get_text_config()
+        count = max(target.tap_ids) + 1
+        layers = list(decoder_layers(target.model, target.num_layers))[:count]
+        # Of a mixture's experts a token passes a few.
+        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        active = getattr(text, "num_experts_per_tok", 1) / experts if experts else 1.0
+        weights = sum(
+            p.numel() * (active if "expert" in name else 1.0)
+            for layer in layers
+            for name, p in layer.named_parameters()
+            if p.dim() > 1
+        )
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(2.0 * weights, 4.0 * text.num_attention_heads * head_dim * count)
+
+    def batch(self, batch: PackedBatch) -> float:
+        n = batch.lengths().double()
+        return float(batch.num_tokens * self.per_token + self.per_pair * (n * (n + 1) / 2).sum())
+
+
+def drafter_operations(config: DrafterConfig, batch: PackedBatch, blocks: Blocks) -> float:
+    """Of one micro-batch, forward and backward; useful ones only, nothing counted twice.
+
+    Features and the head get no gradient, so `fc` lacks one product of three and the head another.
+    """
+    H, D, L, B = config.hidden_size, config.head_dim, config.num_layers, config.block_size
+    kv, q = config.num_kv_heads * D, config.num_heads * D
+    T, rows = batch.num_tokens, blocks.num_blocks * B
+    context = T * (4 * config.feature_width * H + 6 * L * 2 * H * kv)
+    block = rows * 6 * L * (2 * H * kv + 2 * q * H + 3 * H * config.intermediate_size)
+    visible = float((blocks.ctx_end - blocks.ctx_start).double().sum()) + blocks.num_blocks * B
+    attention = 3.5 * 4 * q * B * visible * L
+    head = blocks.num_rows * 4 * config.vocab_size * H
+    return float(context + block + attention + head)
+
+
+def product_tflops(device: torch.device, size: int = 8192) -> float | None:
+    """TFLOP/s of a bf16 matrix product on a GPU, what MFU is a share of; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16).unbind()
+    for repeat in (3, 10):  # the first ones warm up
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(repeat):
+            a @ b
+        torch.cuda.synchronize(device)
+    return 2 * size**3 * repeat / (time.perf_counter() - began) / 1e12
+
+
+@dataclass
+class Tally:
+    """What one drafter did in one optimizer step; tallies of all drafters add up."""
+
+    tokens: float = 0.0
+    """Of the feature batches, a draw's share of each."""
+    anchors: float = 0.0
+    target_tera: float = 0.0
+    """Operations of the targets, in units of 1e12."""
+    drafter_tera: float = 0.0
+    stop: float = 0.0
+    """More than 0 if a drafter was asked to stop."""
+    waits: Waits = field(default_factory=Waits)
+
+    def count(
+        self,
+        config: DrafterConfig,
+        cost: TargetCost,
+        batch: PackedBatch,
+        blocks: Blocks,
+        draws: int,
+    ) -> None:
+        """Add one micro-batch, of `draws` from its feature batch."""
+        self.tokens += batch.num_tokens / draws
+        self.anchors += blocks.num_blocks
+        self.target_tera += cost.batch(batch) / draws / 1e12
+        self.drafter_tera += drafter_operations(config, batch, blocks) / 1e12
+
+    def values(self) -> list[float]:
+        own = [getattr(self, f.name) for f in fields(self) if f.name != "waits"]
+        return own + self.waits.values()
+
+    @classmethod
+    def of(cls, values: list[float]) -> Tally:
+        """Inverse of `values`."""
+        tally, names = cls(), [f.name for f in fields(cls) if f.name != "waits"]
+        for name, value in zip(names, values):
+            setattr(tally, name, value)
+        tally.waits = Waits(*values[len(names) :])
+        return tally
+
+    @classmethod
+    def size(cls) -> int:
+        return len(cls().values())
+
+
+def rates(
+    tally: Tally, seconds: float, topology: Topology, peak_tflops: float | None
+) -> dict[str, float | str]:
+    """What is logged of a step: rates, shares of waiting, the side that limits, MFU.
+
+    tally: of all drafters. Shares are of each side's own time: `wait_target`: of the targets' time,
+    waiting for room; `wait_drafter` and `wait_transfer`: of the drafters' time, waiting for a
+    capture or for a batch on its way. The limiting side is the one the others wait for.
+    """
+    waits, found = tally.waits, dict[str, float | str]()
+    found["ktok_s"] = tally.tokens / seconds / 1e3
+    found["anchors_s"] = tally.anchors / seconds
+    if topology.shared:
+        share = waits.capture / seconds
+        found["share_target"] = share
+        found["limit"] = "target" if share > 0.5 else "drafter"
+    else:
+        drafters = seconds * topology.drafters
+        found["wait_target"] = waits.room / waits.elapsed if waits.elapsed else 0.0
+        found["wait_drafter"] = waits.target / drafters
+        found["wait_transfer"] = waits.transfer / drafters
+        waiting = {
+            "drafter": found["wait_target"],
+            "target": found["wait_drafter"],
+            "transfer": found["wait_transfer"],
+        }
+        found["limit"] = max(waiting, key=lambda side: float(waiting[side]))
+    if peak_tflops:
+        found["mfu_target"] = tally.target_tera / (seconds * topology.targets * peak_tflops)
+        found["mfu_drafter"] = tally.drafter_tera / (seconds * topology.drafters * peak_tflops)
+    return found

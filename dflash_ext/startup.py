@@ -1,0 +1,255 @@
+"""A rank before its first step: its models, its place in the run, the proof that it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from dflash_ext.checkpoint import Progress, read_progress
+from dflash_ext.config import TrainConfig
+from dflash_ext.data.synthesis import model_identity
+from dflash_ext.errors import UserError
+from dflash_ext.initialise import build_drafter, export_taps
+from dflash_ext.memory import largest_batch, predict_peak
+from dflash_ext.monitor import Monitor
+from dflash_ext.optim import DrafterOptimizer
+from dflash_ext.parallel import Replicas, Shards
+from dflash_ext.plan import Schedule
+from dflash_ext.ranks import Ranks
+from dflash_ext.samples import Samples
+from dflash_ext.shield import shield
+from dflash_ext.target import Target
+from dflash_ext.topology import Course
+from dflash_ext.trainer import Trainer
+from dflash_ext.transfer import FeatureBatch
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a drafter's rank trains with."""
+
+    trainer: Trainer
+    optimizer: DrafterOptimizer
+    replicas: Replicas
+
+
+def load_target(config: TrainConfig, path: str, device: torch.device) -> Target:
+    """The target for features: bf16 on CUDA, fp32 on the CPU unless the options say otherwise."""
+    automatic = "bf16" if device.type == "cuda" else "fp32"
+    dtype = automatic if config.target.dtype == "auto" else config.target.dtype
+    taps = config.target.tap_ids or export_taps(config.drafter)
+    return _shielded_target(config, path, device, dtype, taps)
+
+
+def fp32_target(
+    config: TrainConfig, path: str, device: torch.device, target: Target | None
+) -> Target:
+    """The target in fp32, in which all ways of decoding give the same tokens.
+
+    `target` itself if it is in fp32 already.
+    """
+    if target is not None and target.dtype == torch.float32:
+        return target
+    taps = config.target.tap_ids or export_taps(config.drafter)
+    return _shielded_target(config, path, device, "fp32", taps)
+
+
+def _shielded_target(
+    config: TrainConfig, path: str, device: torch.device, dtype: str, taps: Sequence[int] | None
+) -> Target:
+    """`Target.load`, and kept out of other threads' FX tracing."""
+    remote = config.target.trust_remote_code
+    target = Target.load(path, device=device, dtype=dtype, tap_ids=taps, trust_remote_code=remote)
+    shield(target.model)
+    return target
+
+
+def build_side(config: TrainConfig, ranks: Ranks, target: Target) -> Side:
+    """Drafter and optimizer of a drafter's rank: the same on all of them, to the bit."""
+    torch.manual_seed(config.seed)
+    drafter = build_drafter(config.drafter, config.target, target)
+    trainer = Trainer(target.vocabulary(), drafter, config)
+    Replicas(ranks.drafter_group, drafter).synchronise()
+    group = ranks.drafter_group
+    if not config.topology.shard or group is None:  # one drafter has nothing to share
+        optimizer = DrafterOptimizer(drafter, config.optim, config.steps)
+        return Side(trainer, optimizer, Replicas(group, drafter))
+    shards = Shards(group, drafter, trainer.forward, trainer.zero_step)
+    optimizer = DrafterOptimizer(drafter, config.optim, config.steps, shard_group=group)
+    return Side(trainer, optimizer, shards)
+
+
+def agree_on_identity(ranks: Ranks, identity: dict[str, str]) -> None:
+    """UserError on a rank whose data or target is not rank 0's."""
+    if ranks.topology.shared:
+        return
+    if ranks.first:
+        ranks.watch.publish("identity", identity)
+        return
+    told = cast("dict[str, str]", ranks.watch.wait_for("identity", "waiting for rank 0's data"))
+    for name, value in identity.items():
+        if told[name] != value:
+            raise UserError(
+                f"the {name} on rank {ranks.rank} differs from rank 0's: give all machines the "
+                "same files, and a DFLASH_CACHE they share if the target writes the data"
+            )
+
+
+def whereabouts(
+    config: TrainConfig,
+    ranks: Ranks,
+    schedule: Schedule,
+    checkpoint: Path | None,
+    monitor: Monitor,
+) -> tuple[Path | None, Progress, int]:
+    """(checkpoint to continue from, where the run stands, its optimizer steps) by rank 0's word."""
+    if not ranks.first:
+        told = cast("dict[str, Any]", ranks.watch.wait_for("progress", "waiting for rank 0's word"))
+        path = None if told["checkpoint"] is None else Path(told["checkpoint"])
+        progress = Progress(told["position"], told["seconds"], Course(**told["course"]))
+        return path, progress, told["steps"]
+    M, A, D = ranks.topology.drafters, config.batch.accumulate, config.batch.draws
+    progress = Progress(0) if checkpoint is None else read_progress(checkpoint)
+    if progress.course is None:
+        end = None if config.epochs is None else schedule.batches_of(config.epochs)
+        course = Course(M, A, D, end)
+    else:
+        course = progress.course.continued(progress.position, M, A, D)
+        before, now = progress.course.drafters * progress.course.accumulate, M * A
+        if before != now:
+            monitor.say(
+                f"an optimizer step has {now} micro-batches ({M} drafters x {A}) from here on, it "
+                f"had {before}: --batch.accumulate keeps it, where it divides"
+            )
+    steps = config.steps if course.end is None else course.steps()
+    progress = dataclasses.replace(progress, course=course)
+    if not ranks.topology.shared:
+        told = {"checkpoint": None if checkpoint is None else str(checkpoint.absolute())}
+        place = {"position": progress.position, "seconds": progress.seconds, "steps": steps}
+        ranks.watch.publish("progress", told | place | {"course": dataclasses.asdict(course)})
+    return checkpoint, progress, steps
+
+
+def target_identity(target: Target) -> dict[str, str]:
+    """The target by content: config, dtype and weights."""
+    model = model_identity(target.model)
+    return {
+        "target's config": model["config"],
+        "target's dtype": model["dtype"],
+        "target's weights": model["weights"],
+    }
+
+
+def data_identity(train_set: Samples, held_out: Samples) -> dict[str, str]:
+    """The data by content."""
+    return {
+        "training data": train_set.store.identity,
+        "held-out data": held_out.store.identity,
+    }
+
+
+def write_resolved(file: Path, trainer: Trainer, path: str, monitor: Monitor) -> None:
+    """Save and say what the options left open: taps, mask token, gamma, shapes, dtype."""
+    config = trainer.drafter.config
+    resolved = {
+        "target": path,
+        "device": str(trainer.device),
+        "dtype": str(trainer.embedding.dtype),
+        "gamma": trainer.gamma,
+        "final_tap_normed": False,
+        "label_shift": 0,
+        "drafter": dataclasses.asdict(config),
+    }
+    file.write_text(json.dumps(resolved, indent=2) + "\n")
+    count = sum(p.numel() for p in trainer.drafter.parameters())
+    monitor.say(
+        f"drafter: {count / 1e6:.1f} M parameters, {config.num_layers} layers, block "
+        f"{config.block_size}, taps {list(config.target_layer_ids)}, mask token "
+        f"{config.mask_token_id}, gamma {trainer.gamma}"
+    )
+
+
+def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monitor) -> None:
+    """Say the predicted peak of a step. buffers: a drafter's for feature batches, 0 if shared."""
+    config, batch = trainer.drafter.config, trainer.config.batch
+    weights = sum(p.numel() for p in target.model.parameters())
+    parts = predict_peak(
+        config,
+        batch,
+        chunk_rows=trainer.config.loss.chunk_rows,
+        drafter_parameters=sum(p.numel() for p in trainer.drafter.parameters()),
+        target_parameters=weights,
+        bytes_per_value=trainer.embedding.element_size(),
+        moments=1 if trainer.config.optim.name == "muon" else 2,
+    )
+    if buffers:
+        parts["target weights"] = trainer.embedding.nbytes + trainer.head.nbytes
+        one = batch.token_budget * config.feature_width * trainer.embedding.element_size()
+        parts["feature buffers"] = buffers * one
+    text = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in parts.items())
+    where = " of a drafter's rank" if buffers else ""
+    monitor.say(f"predicted peak{where} {sum(parts.values()) / 2**20:.0f} MiB ({text})")
+    if trainer.config.eval.prompts_per_set and target.dtype != torch.float32:
+        monitor.say(
+            f"evaluation, before and after: {weights * 4 / 2**20:.0f} MiB more for the target in "
+            "fp32"
+        )
+
+
+def rehearse(
+    config: TrainConfig, max_length: int, target: Target | None, side: Side | None, monitor: Monitor
+) -> None:
+    """Run the largest batch the budgets allow as step 0, without an update (requirement 14).
+
+    Each rank its own side of it. Moments and gradients exist already, as in every later
+    micro-batch; the optimizer is fresh. A drafter without a target takes features of ones.
+    """
+    trainer = None if side is None else side.trainer
+    batch, anchors = largest_batch(
+        config.batch,
+        max_length=max_length,
+        block_size=4 if trainer is None else trainer.drafter.config.block_size,
+        vocab_size=trainer.head.shape[0] if trainer else cast(Target, target).vocab_size,
+    )
+    device = trainer.device if trainer else cast(Target, target).device
+    on_gpu, rows = device.type == "cuda", 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        features = None if target is None else target.features(batch)
+        if side is not None and trainer is not None:
+            side.optimizer.allocate()
+            blocks = trainer.blocks(batch, anchors)
+            rows = blocks.num_rows
+            with side.replicas.step():
+                trainer.micro_step(features or _ones(trainer, batch.num_tokens), batch, blocks)
+            side.optimizer.zero_grad()
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the largest batch ({batch.num_tokens} tokens, {len(anchors)} blocks) does not fit on "
+            f"{device}: lower --batch.token-budget, --batch.anchor-chunk (or anchor-budget) or "
+            "--loss.chunk-rows"
+        ) from None
+    peak = (
+        torch.cuda.max_memory_allocated(device)
+        if on_gpu
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+    monitor.say(
+        f"rehearsed the largest batch ({batch.num_tokens} tokens, {len(anchors)} blocks, "
+        f"{rows} rows): peak {peak / 2**20:.0f} MiB"
+        + ("" if on_gpu else " resident, the process in all")
+    )
+
+
+def _ones(trainer: Trainer, rows: int) -> FeatureBatch:
+    config, like = trainer.drafter.config, trainer.embedding
+    ones = torch.ones(rows, config.feature_width, dtype=like.dtype, device=like.device)
+    return FeatureBatch(ones, config.target_layer_ids, (), "", rows)
