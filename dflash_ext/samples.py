@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dflash_ext.config import TrainConfig
-from dflash_ext.data.jsonl import prepared_store
+from dflash_ext.data.prepared import prepared_store
 from dflash_ext.data.store import TokenStore, split_indices
 from dflash_ext.data.synthesis import synthesized_store
 from dflash_ext.errors import UserError
@@ -82,5 +82,5 @@ def synthesise(config: TrainConfig, target: Target, monitor: Monitor) -> tuple[S
 
 
 def split(store: TokenStore, held_out: int, seed: int) -> tuple[Samples, Samples]:
-    train_indices, held_out_indices = split_indices(store.rows, held_out, seed=seed)
+    train_indices, held_out_indices = split_indices(store.keys, held_out, seed=seed)
     return Samples(store, train_indices), Samples(store, held_out_indices)

@@ -252,6 +252,22 @@ def test_what_was_cut_is_counted(tmp_path):
     assert "1 whole answers left out" in str(report)
 
 
+def test_sampling_settings_are_kept(tmp_path):
+    how = {"temperature": 1.0, "model": "m"}
+    rows = [
+        GOOD[0],
+        {**GOOD[1], "sampling": how},
+        {**GOOD[2], "sampling": dict(reversed(how.items()))},
+    ]
+    rows += [{**GOOD[3], "sampling": None}, {**GOOD[4], "sampling": 7}]
+    store, report = make(tmp_path / "s", write(tmp_path / "d.jsonl", rows))
+    assert report.sampling == ["7", '{"model": "m", "temperature": 1.0}']
+    assert store.info["report"]["sampling"] == report.sampling
+    many = [{**chat(f"q {i}", "a"), "sampling": {"seed": i}} for i in range(30)]
+    _, report = make(tmp_path / "s", write(tmp_path / "e.jsonl", many))
+    assert len(report.sampling) == 8
+
+
 def test_a_fanned_out_conversation_is_one_row(tmp_path):
     """A template that drops earlier thoughts makes one sample of every turn."""
     rows = [chat("a", "one"), chat("a", "one", "b", "two"), chat("b", "two")]

@@ -180,7 +180,8 @@ def test_an_extension_that_fails_leaves_the_store_as_it_was(tmp_path):
             writer.append([9], [True])
             raise KeyboardInterrupt
 
-    pytest.raises(KeyboardInterrupt, fail)
+    with pytest.raises(KeyboardInterrupt):
+        fail()
     again = TokenStore.open(tmp_path / "s")
     assert (again.identity, content(again)) == (first.identity, content(first))
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dflash_ext.data.formats import parse_json
 from dflash_ext.data.rows import ChatOptions, Row, SkipRow
 from dflash_ext.data.store_files import content_key
 from dflash_ext.errors import UserError
@@ -44,6 +45,8 @@ class Encoded:
     """int64 [s]: supervised tokens of each sample."""
     cuts: list[tuple[int, str, int, int]]
     """(row, what was cut, tokens cut, turns cut) of each row that `max_length` cost something."""
+    sampling: list[str]
+    """What the rows say of the sampling of their answers, distinct JSON texts."""
 
 
 def encode_rows(encoder: Any, rows: Sequence[bytes]) -> Encoded:
@@ -78,6 +81,7 @@ def encode_rows(encoder: Any, rows: Sequence[bytes]) -> Encoded:
         keys=np.array(keys, dtype=np.uint64),
         supervised=np.array([np.count_nonzero(s.mask) for s in samples], dtype=np.int64),
         cuts=cuts,
+        sampling=_sampling(values),
     )
 
 
@@ -87,11 +91,15 @@ def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 def _parse(row: bytes) -> Any:
     try:
-        return json.loads(row.decode())  # of bytes, json would guess UTF-16 as well
-    except UnicodeDecodeError:
-        return SkipRow("not UTF-8")
-    except (ValueError, RecursionError) as error:
-        return SkipRow("not JSON", str(error).partition("\n")[0])
+        return parse_json(row)
+    except SkipRow as skip:
+        return skip
+
+
+def _sampling(values: list[Any]) -> list[str]:
+    """The distinct settings, as JSON, that rows say their answers were sampled with."""
+    found = [v["sampling"] for v in values if isinstance(v, dict) and v.get("sampling")]
+    return sorted({json.dumps(settings, sort_keys=True) for settings in found})
 
 
 def _encode(encoder: Any, rows: list[Any]) -> list[list[Row] | SkipRow]:

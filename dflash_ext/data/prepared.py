@@ -183,6 +183,7 @@ class _Run:
         self._writer.log_rows(batch.keys, outcomes)
         self.report.rows += len(batch.numbers)
         self.report.trained += int(fresh.sum())
+        self.report.add_sampling(encoded.sampling)
         self._rows += len(batch.numbers)
         self._tell(batch.done)
         if time.monotonic() - self._committed >= self._commit_seconds:

@@ -13,6 +13,8 @@ from dflash_ext.data.store import TokenStore, split_indices
 
 EXAMPLES = 3
 """Rows shown for each reason."""
+SAMPLINGS = 8
+"""Distinct sampling settings kept."""
 _QUANTILES = (0, 5, 25, 50, 75, 95, 99, 100)
 
 
@@ -31,6 +33,8 @@ class PrepareReport:
     """reason -> where the first rows skipped for it are, with details."""
     cut: dict[str, int] = field(default_factory=dict)
     """What `max_length` cut -> rows."""
+    sampling: list[str] = field(default_factory=list)
+    """Settings the answers were sampled with, as far as their rows tell: JSON, distinct."""
     cut_tokens: int = 0
     cut_turns: int = 0
 
@@ -40,6 +44,13 @@ class PrepareReport:
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:
             examples.append(f"{where}: {detail}" if detail else where)
+
+    def add_sampling(self, settings: list[str]) -> None:
+        """Keep distinct settings; more than a few are not worth listing."""
+        known = set(self.sampling)
+        for text in settings:
+            if text not in known and len(self.sampling) < SAMPLINGS:
+                self.sampling.append(text)
 
     def __str__(self) -> str:
         share = 100 * self.supervised_tokens / max(1, self.tokens)
@@ -57,6 +68,7 @@ class PrepareReport:
                 f"  rows cut by max_length: {kinds}: {self.cut_tokens} tokens and "
                 f"{self.cut_turns} whole answers left out"
             )
+        lines += [f"  answers sampled with {settings}" for settings in self.sampling]
         return "\n".join(lines)
 
 
