@@ -36,11 +36,16 @@ class FakeEndpoint:
         self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
         self.models = ["tiny"]
+        self.connections = 0
         self._lock = threading.Lock()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                outer.connections += 1
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -71,8 +76,14 @@ class FakeEndpoint:
                 if int(headers.get("Content-Length", len(content))) != len(content):
                     self.close_connection = True
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 128  # of 5, clients beyond it wait a second for the next try
+
+            def handle_error(self, *_: Any) -> None:
+                pass  # a client that left is what some tests are about
+
+        self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
 
     def __enter__(self) -> FakeEndpoint:

@@ -226,6 +226,17 @@ def test_reasoning_and_tool_calls_are_kept():
     assert (answer.finish_reason, answer.tokens) == ("tool_calls", 3)
 
 
+def test_connections_are_kept_and_a_closed_one_is_no_trouble():
+    with FakeEndpoint() as server:
+        endpoint = Endpoint(server.url, attempts=1)
+        for _ in range(5):
+            endpoint.chat(BODY)
+        assert (len(server.requests), server.connections) == (5, 1)
+        endpoint._local.connection.sock.shutdown(socket.SHUT_RDWR)  # as if idle for too long
+        endpoint.chat(BODY)
+        assert (len(server.requests), server.connections) == (6, 2)
+
+
 def test_stop_ends_the_pauses():
     with FakeEndpoint(lambda *_: (429, {"Retry-After": "60"}, b"")) as server:
         endpoint = Endpoint(server.url)

@@ -128,15 +128,16 @@ class Endpoint:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         deadline = time.monotonic() + self._timeout
+        connection, kept = self._connection()
         try:
-            connection = self._connection()
-            try:
-                connection.request(method, self._path + path, body=data, headers=headers)
-                response = connection.getresponse()
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-                # Most often a kept connection that the server has closed meanwhile.
-                raise _Transient("the server closed the connection") from None
+            connection.request(method, self._path + path, body=data, headers=headers)
+            response = connection.getresponse()
             content = _read(response, deadline)
+        except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
+            self._drop()
+            if kept:  # servers close connections that were idle: no trouble, begin anew
+                return self._once(method, path, data)
+            raise _Transient("the server closed the connection") from None
         except TimeoutError:
             self._drop()
             raise _Transient(f"no response within {self._timeout:g} s") from None
@@ -170,8 +171,10 @@ class Endpoint:
             )
         raise Refused(f"HTTP {status} {said}".rstrip())
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
+        """(this thread's connection, whether it was used before)."""
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+        kept = connection is not None
         if connection is None:
             host, port = self._address
             if self._tls:
@@ -181,7 +184,7 @@ class Endpoint:
             else:
                 connection = http.client.HTTPConnection(host, port, timeout=self._timeout)
             self._local.connection = connection
-        return connection
+        return connection, kept
 
     def _drop(self) -> None:
         connection = getattr(self._local, "connection", None)
@@ -205,6 +208,7 @@ def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
             raise _Transient(f"a response of more than {_MAX_BYTES} bytes")
     if response.length:  # what Content-Length promised and did not come
         raise _Transient(f"a response cut after {size} bytes")
+    response.close()  # by its own count it is not done yet, and the connection not free
     return b"".join(pieces)
 
 

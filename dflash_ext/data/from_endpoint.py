@@ -93,32 +93,32 @@ def ask_endpoint(
     if arguments:
         settings["chat_template_kwargs"] = arguments
 
-    def work(item: Item) -> tuple[Item, dict[str, Any] | Unavailable]:
+    def work(item: Item) -> int | Unavailable:
+        """Tokens of the answers, which are noted at once: whatever stops the others, they stay."""
         assert isinstance(item.prompt, Conversation)
         body = dict(settings)
         if options.temperature:
             body["seed"] = derived_seed(options.seed, item.key)
         try:
-            return item, _converse(endpoint, item.prompt, body)
+            entry = _converse(endpoint, item.prompt, body)
         except Unavailable as error:
-            return item, error
+            missing[item.key] = str(error)
+            return error
+        journal.add(item.key, **entry)
+        return int(entry["tokens"])
 
     missing: dict[str, str] = {}
     streak = 0
     wanted = (item for item in items if _is_wanted(item, journal))
-    for item, outcome in unordered(wanted, work, threads=options.concurrency):
-        if isinstance(outcome, Unavailable):
-            missing[item.key] = str(outcome)
-            streak += 1
-            if streak >= _GIVE_UP:
-                raise UserError(
-                    f"endpoint {endpoint.url}: {outcome}; {len(journal)} conversations are kept in "
-                    f"{journal.path}, run it again to go on"
-                )
-            continue
-        streak = 0
-        journal.add(item.key, **outcome)
-        told(outcome["tokens"])
+    for outcome in unordered(wanted, work, threads=options.concurrency):
+        streak = streak + 1 if isinstance(outcome, Unavailable) else 0
+        if streak >= _GIVE_UP:
+            raise UserError(
+                f"endpoint {endpoint.url}: {outcome}; {len(journal)} conversations are kept in "
+                f"{journal.path}, run it again to go on"
+            )
+        if isinstance(outcome, int):
+            told(outcome)
     return missing
 
 

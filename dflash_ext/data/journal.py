@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ class Journal:
     """One JSON line per finished piece of work, in any order, in a file only its user can read.
 
     settings: what the work is done with; a journal of other settings is an error, and so is one
-    that another process writes. A last line that a kill cut short is dropped.
+    that another process writes. A last line that a kill cut short is dropped. Threads may share
+    one.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -30,6 +32,7 @@ class Journal:
             self._file.close()
             raise UserError(f"another process is writing {path}; wait for it") from None
         self._places: dict[str, int] = {}
+        self._lock = threading.Lock()
         header = json.dumps({"settings": settings}, sort_keys=True).encode() + b"\n"
         first = self._file.readline()
         if not first.endswith(b"\n"):
@@ -62,18 +65,22 @@ class Journal:
 
     def add(self, key: str, **entry: Any) -> None:
         """Note a finished piece of work. What was added survives a kill of this process."""
-        self._file.seek(0, os.SEEK_END)
-        self._places[key] = self._file.tell()
-        self._file.write(json.dumps({"key": key, **entry}).encode() + b"\n")
-        self._file.flush()
+        line = json.dumps({"key": key, **entry}).encode() + b"\n"
+        with self._lock:
+            place = self._file.seek(0, os.SEEK_END)
+            self._file.write(line)
+            self._file.flush()
+            self._places[key] = place
 
     def __getitem__(self, key: str) -> dict[str, Any]:
-        self._file.seek(self._places[key])
-        entry: dict[str, Any] = json.loads(self._file.readline())
+        with self._lock:
+            self._file.seek(self._places[key])
+            entry: dict[str, Any] = json.loads(self._file.readline())
         return entry
 
     def close(self, *, remove: bool = False) -> None:
         """Let go of the file; `remove` it once its content is elsewhere."""
         if remove:
             self.path.unlink(missing_ok=True)
-        self._file.close()
+        with self._lock:
+            self._file.close()
