@@ -5,10 +5,8 @@ import json
 import pytest
 from data_fixtures import CHATML, FAMILIES, LLAMA3, MISTRAL, THINKING, make_tokenizer
 
-from dflash_ext.data.encode import encode_row
-from dflash_ext.data.jsonl import PrepareReport, prepare_jsonl, prepared_store
+from dflash_ext.data.encode import RowEncoder, encode_row, identity
 from dflash_ext.data.rows import ChatOptions, SkipRow
-from dflash_ext.data.store import TokenStore
 from dflash_ext.errors import UserError
 
 
@@ -162,7 +160,7 @@ MALFORMED = {
     ],
 }
 SURROGATE = "half a smile \ud83d"  # json.dumps writes it as legal, pure ASCII JSON
-MORE_MALFORMED = {
+MALFORMED |= {
     "text is not UTF-8": [user(SURROGATE), assistant("b")],
     "assistant's content is empty": [user("hi"), assistant("")],
     "messages is not a list": "hello",
@@ -174,21 +172,13 @@ MORE_MALFORMED = {
 }
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    return path
-
-
-@pytest.mark.parametrize("cases", [MALFORMED, MORE_MALFORMED])
-def test_each_malformed_row_has_its_own_reason(tmp_path, cases):
-    data = write_jsonl(tmp_path / "d.jsonl", [*cases.values(), GOOD])
-    report = prepare_jsonl(data, make_tokenizer(CHATML), tmp_path / "s", max_length=64)
-    assert report.skipped == dict.fromkeys(cases, 1)
-    assert (report.rows, report.trained) == (len(cases) + 1, 1)
-    for reason in cases:
-        assert reason in str(report)
-    saved = PrepareReport(**TokenStore.open(tmp_path / "s").info)
-    assert saved == report
+@pytest.mark.parametrize("reason", MALFORMED)
+def test_each_malformed_row_has_its_own_reason(reason):
+    encoder = RowEncoder(make_tokenizer(CHATML), ChatOptions())
+    bad, good = encoder.encode([{"messages": MALFORMED[reason]}, {"messages": GOOD}])
+    assert isinstance(bad, SkipRow)
+    assert bad.reason == reason
+    assert len(good) == 1
 
 
 @pytest.mark.parametrize(
@@ -202,48 +192,6 @@ def test_each_malformed_row_has_its_own_reason(tmp_path, cases):
 def test_a_lone_surrogate_anywhere_is_a_reason(messages):
     with pytest.raises(SkipRow, match="text is not UTF-8"):
         encode(make_tokenizer(CHATML), messages, max_length=64)
-
-
-def test_lines_that_are_no_conversations(tmp_path):
-    data = tmp_path / "d.jsonl"
-    good = json.dumps({"messages": GOOD}).encode()
-    lines = [b"{", b"\xff\xfe", b"[]", b'{"txt": "a"}', b"", b"[" * 100_000, good]
-    data.write_bytes(b"\n".join(lines))
-    report = prepare_jsonl(data, make_tokenizer(CHATML), tmp_path / "s", max_length=64)
-    assert report.skipped == {
-        "not JSON": 2,
-        "not UTF-8": 1,
-        "messages is empty": 1,
-        "row has no known columns": 1,
-    }
-    assert report.rows == report.trained + sum(report.skipped.values()) == 6
-    assert report.examples["not UTF-8"] == "line 2"
-
-
-def test_one_empty_answer_among_good_rows_and_alone(tmp_path):
-    tokenizer = make_tokenizer(CHATML)
-    empty = [user("hi"), assistant("")]
-    data = write_jsonl(tmp_path / "d.jsonl", [GOOD] * 4 + [empty] + [GOOD] * 5)
-    report = prepare_jsonl(data, tokenizer, tmp_path / "s", max_length=64)
-    assert (report.rows, report.trained, sum(report.skipped.values())) == (10, 9, 1)
-    alone = write_jsonl(tmp_path / "e.jsonl", [empty])
-    with pytest.raises(UserError, match="0 trainable rows of 1 "):
-        prepare_jsonl(alone, tokenizer, tmp_path / "t", max_length=64)
-    assert not (tmp_path / "t").exists()
-
-
-def test_store_holds_every_sample_of_fanned_out_rows(tmp_path):
-    tokenizer = make_tokenizer(THINKING)
-    two = [user("a"), assistant("first"), user("b"), assistant("second")]
-    data = write_jsonl(tmp_path / "d.jsonl", [two, GOOD])
-    report = prepare_jsonl(data, tokenizer, tmp_path / "s", max_length=128)
-    assert (report.rows, report.trained, report.samples) == (2, 2, 3)
-    store = TokenStore.open(tmp_path / "s")
-    texts = []
-    for i in range(len(store)):
-        ids, mask = store.sample(i)
-        texts.append(tokenizer.decode(ids[mask]))
-    assert texts == [f"{t}<|im_end|>" for t in ("first", "second", "Hello!")]
 
 
 def test_truncation_keeps_a_prefix_or_skips():
@@ -264,61 +212,87 @@ def test_tokenizers_without_template_or_offsets(tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tok")
-    data = write_jsonl(tmp_path / "d.jsonl", [GOOD])
     with pytest.raises(UserError, match=f"{tmp_path / 'tok'} has no chat template"):
-        prepare_jsonl(data, tokenizer, tmp_path / "s", max_length=64)
+        encode(tokenizer, GOOD)
+    # What needs no template does not ask for one.
+    assert len(encode_row(tokenizer, {"text": "Hello there!"}, ChatOptions())) == 1
 
     class Slow:
         chat_template, is_fast, name_or_path = CHATML, False, "some/slow"
 
     with pytest.raises(UserError, match="some/slow reports no character offsets"):
-        encode(Slow(), GOOD, max_length=64)
+        encode(Slow(), GOOD)
 
 
-def test_data_file_and_options_are_checked(tmp_path):
-    tokenizer = make_tokenizer(CHATML)
-    with pytest.raises(UserError, match="cannot read"):
-        prepare_jsonl(tmp_path / "none.jsonl", tokenizer, tmp_path / "s", max_length=64)
-    with pytest.raises(UserError, match=r"cannot read .*none\.jsonl: No such file"):
-        prepared_store(tmp_path / "none.jsonl", tokenizer, max_length=64, root=tmp_path)
-    with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
-        prepared_store(tmp_path, tokenizer, max_length=64, root=tmp_path)
-    with pytest.raises(UserError, match="cannot read /proc/self/mem: "):  # opens, does not read
-        prepared_store("/proc/self/mem", tokenizer, max_length=64, root=tmp_path)
-    (tmp_path / "d.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="0 trainable rows of 0"):
-        prepare_jsonl(tmp_path / "d.jsonl", tokenizer, tmp_path / "s", max_length=64)
-    with pytest.raises(UserError, match="max_length 1"):
-        prepare_jsonl(tmp_path / "d.jsonl", tokenizer, tmp_path / "s", max_length=1)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_length": 1}, "max_length 1"),
+        ({"supervise": "first"}, "supervise 'first': expected one of all, last"),
+        ({"reasoning": ""}, "reasoning"),
+        ({"date": "today"}, "date 'today'"),
+        ({"template_kwargs": "{"}, "is no JSON"),
+        ({"template_kwargs": "[]"}, "expected a JSON object"),
+    ],
+)
+def test_options_are_checked(changes, message):
+    with pytest.raises(UserError, match=message):
+        ChatOptions(**changes)
 
 
-def test_cache_key_covers_what_changes_the_result(tmp_path):
-    data = write_jsonl(tmp_path / "d.jsonl", [GOOD])
-    other_data = write_jsonl(tmp_path / "e.jsonl", [GOOD, GOOD])
-    same, changed = make_tokenizer(CHATML), make_tokenizer(CHATML)
+def test_identity_covers_what_changes_the_result():
+    changed = make_tokenizer(CHATML)
     changed.add_tokens(["Hello"])
-
-    def path(data=data, tokenizer=same, **options):
-        options = {"max_length": 64, **options}
-        store, report = prepared_store(data, tokenizer, root=tmp_path / "cache", **options)
-        assert report.samples == len(store)
-        return store.path
-
-    paths = [
-        path(),
-        path(data=other_data),
-        path(tokenizer=changed),
-        path(tokenizer=make_tokenizer(LLAMA3)),
-        path(max_length=65),
+    base = make_tokenizer(CHATML)
+    keys = [
+        identity(base, ChatOptions()),
+        identity(base, ChatOptions(max_length=65)),
+        identity(base, ChatOptions(supervise="last")),
+        identity(base, ChatOptions(reasoning="mask")),
+        identity(base, ChatOptions(date="2026-01-02")),
+        identity(base, ChatOptions(template_kwargs='{"a": 1}')),
+        identity(changed, ChatOptions()),
+        identity(make_tokenizer(LLAMA3), ChatOptions()),
     ]
-    assert len(set(paths)) == len(paths)
-    assert path() == paths[0]
-    assert path(data=write_jsonl(tmp_path / "copy.jsonl", [GOOD])) == paths[0]  # bytes, not names
+    texts = [json.dumps(key, sort_keys=True) for key in keys]
+    assert len(set(texts)) == len(texts)
+    assert json.dumps(identity(make_tokenizer(CHATML), ChatOptions()), sort_keys=True) == texts[0]
+    assert ChatOptions(**ChatOptions(max_length=7).key()) == ChatOptions(max_length=7)
 
 
-def test_system_message_with_a_template_that_refuses_it(tmp_path):
-    tokenizer = make_tokenizer(MISTRAL)
-    data = write_jsonl(tmp_path / "d.jsonl", [[{"role": "system", "content": "s"}, *GOOD], GOOD])
-    report = prepare_jsonl(data, tokenizer, tmp_path / "s", max_length=64)
-    assert report.skipped == {"template refused the conversation": 1}
-    assert "only user and assistant roles" in str(report)
+def test_a_system_message_its_template_refuses():
+    with pytest.raises(SkipRow, match=r"template refused.*only user and assistant roles"):
+        encode(make_tokenizer(MISTRAL), [{"role": "system", "content": "s"}, *GOOD])
+
+
+def test_an_answer_with_its_own_end_of_turn_is_refused():
+    """What the tokenizer would read as the end of the turn cannot be text of it."""
+    with pytest.raises(SkipRow, match="answer contains the end-of-turn token"):
+        encode(make_tokenizer(CHATML), [user("a"), assistant("b<|im_end|>\nc")])
+
+
+def test_an_unfinished_answer_is_supervised_without_an_end(family):
+    name, tokenizer, _ = family
+    (row,) = encode(tokenizer, [user("a"), assistant("Hello the", unfinished=True)])
+    lead = " " if name == "mistral" else ""
+    assert supervised(tokenizer, row) == f"{lead}Hello the"
+    turns = [user("a"), assistant("Hello the", unfinished=True), user("b"), assistant("c")]
+    with pytest.raises(SkipRow, match="unfinished answer is not the last"):
+        encode(tokenizer, turns)
+
+
+def test_many_rows_are_what_each_is_alone():
+    rows = [{"messages": [user("é" * i), assistant(ANSWERS[i % 5])]} for i in range(20)]
+    rows[7] = {"messages": []}
+    rows[11] = {"text": "Hello there! " * 30}
+    for template in (CHATML, THINKING):
+        tokenizer = make_tokenizer(template)
+        options = ChatOptions(max_length=100)
+        together = RowEncoder(tokenizer, options).encode(rows)
+        for row, found in zip(rows, together, strict=True):
+            (alone,) = RowEncoder(tokenizer, options).encode([row])
+            if isinstance(alone, SkipRow):
+                assert str(found) == str(alone)
+                continue
+            assert [r.ids.tolist() for r in found] == [r.ids.tolist() for r in alone]
+            assert [r.mask.tolist() for r in found] == [r.mask.tolist() for r in alone]
