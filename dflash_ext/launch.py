@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
 
@@ -27,11 +27,21 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from dflash_ext.config import TrainConfig
 from dflash_ext.errors import UserError
 from dflash_ext.topology import Topology
-from dflash_ext.watch import FAILED, Failure, read_beat, read_failure, report_failure
+from dflash_ext.watch import (
+    FAILED,
+    INTERRUPTED,
+    LAUNCHED,
+    Failure,
+    read_beat,
+    read_failure,
+    report_failure,
+)
 
 HOST = "127.0.0.1"
 # Everything that takes long to import; not train.py, which each rank runs as its main module.
-_PRELOAD = ["dflash_ext.worker", "dflash_ext.pipeline", "dflash_ext.comparison"]
+_PRELOAD = ["dflash_ext.worker", "dflash_ext.receiver", "dflash_ext.sender", "dflash_ext.uses"]
+_PRELOAD += ["dflash_ext.rates", "dflash_ext.comparison", "transformers.models.auto.modeling_auto"]
+_PRELOAD += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
 _SHUTDOWN_SECONDS = 10  # for ranks whose peer has died: there is nothing left to save
 
 
@@ -51,15 +61,27 @@ def world_size(config: TrainConfig) -> int:
     return Topology(options.targets, options.drafters, shared=False).world_size
 
 
-def _rank(config: TrainConfig) -> int:
+Entry = Callable[[TrainConfig], int]
+
+
+def run_rank(config: TrainConfig) -> int:
+    """What every rank runs."""
     from dflash_ext.train import train  # not at the top: these import this module
     from dflash_ext.worker import as_rank
 
     return as_rank(config, train)
 
 
-def start_local(config: TrainConfig, size: int) -> int:
-    """Run `size` ranks on this machine to their end; returns the run's exit code."""
+def _child(config: TrainConfig, environment: dict[str, str], entry: Entry) -> int:
+    os.environ.update(environment)  # the fork server's own may be older
+    return entry(config)
+
+
+def start_local(config: TrainConfig, size: int, entry: Entry = run_rank) -> int:
+    """Run `size` ranks on this machine to their end; returns the run's exit code.
+
+    Why a run failed is printed here, once. `entry` runs in every rank, by default a whole run.
+    """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it shorter
     multiprocessing.set_forkserver_preload(_PRELOAD)
     # Ours, so that it outlives the ranks; the launcher's own store is a tenant of it.
@@ -85,13 +107,13 @@ def start_local(config: TrainConfig, size: int) -> int:
             start_method="forkserver",
             local_addr=HOST,
         ),
-        _rank,
+        _child,
     )
     outcome: list[int | BaseException] = []
 
     def supervise() -> None:
         try:
-            outcome.append(launch(config)[0])
+            outcome.append(launch(config, os.environ | {LAUNCHED: "1"}, entry)[0])
         except BaseException as error:  # handed to the main thread
             outcome.append(error)
 
@@ -136,25 +158,23 @@ class _Signals:
 def _exit_code(outcome: int | BaseException, store: TCPStore) -> int:
     if isinstance(outcome, int):
         return outcome
-    failure = read_failure(store)
-    if failure is None and isinstance(outcome, ChildFailedError):
+    failure, how = read_failure(store), ""
+    if isinstance(outcome, ChildFailedError):
         rank, process = outcome.get_first_failure()
-        failure = death_of(store, rank, process.exitcode)
-        print(f"error: {failure.message}", flush=True, file=sys.stderr)
+        failure = failure or death_of(store, rank)
+        how = f" ({process.message})" if failure.rank == rank and process.exitcode < 0 else ""
     if failure is None:
         raise outcome
+    kind = "" if failure.code == INTERRUPTED else "error: "
+    print(f"{kind}{failure.message}{how}", flush=True, file=sys.stderr)
     return failure.code
 
 
-def death_of(store: TCPStore, rank: int, exitcode: int) -> Failure:
-    """The failure of a rank that said nothing: how it ended and what it was doing."""
-    try:
-        end = f"was killed by {signal.Signals(-exitcode).name}"
-    except ValueError:
-        end = f"ended with exit code {exitcode}"
+def death_of(store: TCPStore, rank: int) -> Failure:
+    """The failure of a rank that ended without a word: who it was and what it was doing."""
     beat = read_beat(store, rank)
-    name = f"rank {rank}" if beat is None else f"rank {rank} {beat}:"
-    return report_failure(store, Failure(rank, f"{name} {end}", FAILED))
+    name = f"rank {rank}" if beat is None else f"rank {rank} {beat}"
+    return report_failure(store, Failure(rank, f"{name}: died without a word", FAILED))
 
 
 def dead_peer(store: TCPStore, ranks: Sequence[int]) -> Failure | None:
@@ -168,7 +188,7 @@ def dead_peer(store: TCPStore, ranks: Sequence[int]) -> Failure | None:
             except OSError:
                 gone = True
             if gone:
-                return report_failure(store, Failure(rank, f"rank {rank} {beat}: died", FAILED))
+                return death_of(store, rank)
     return None
 
 

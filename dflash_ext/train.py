@@ -33,13 +33,15 @@ from dflash_ext.launch import start_local, world_size
 from dflash_ext.metrics import summarise, sums_size
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import DrafterOptimizer, StepResult, muon_class
-from dflash_ext.pipeline import Book, InProcess, Receiver, Sender, Source, own_handovers, serve
+from dflash_ext.pipeline import Book, InProcess, Source, own_handovers
 from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks, started_as_rank
 from dflash_ext.rates import Tally, TargetCost, product_tflops, rates
+from dflash_ext.receiver import Receiver
 from dflash_ext.record import save
 from dflash_ext.run import claim_run, interruption, keep_identity, resolve_device
 from dflash_ext.samples import Samples, prepare_files, synthesise
+from dflash_ext.sender import Sender, serve
 from dflash_ext.startup import (
     Side,
     agree_on_identity,

@@ -25,6 +25,8 @@ from dflash_ext.errors import UserError
 TICK_SECONDS = 0.25
 SILENT_SECONDS = 20.0
 """Without a sign of life from a rank's thread, after which the rank counts as dead."""
+LAUNCHED = "DFLASH_LAUNCHED"
+"""In the environment of ranks whose launcher says why they failed."""
 FAILED, INTERRUPTED = 1, 130
 """Exit codes."""
 
@@ -227,7 +229,7 @@ class Watch:
 
     def _leave(self, message: str, quiet: bool = False) -> None:
         """End this process: its main thread may be waiting for something that never comes."""
-        if not quiet:
+        if not quiet and LAUNCHED not in os.environ:
             print(f"error: {message}", file=sys.stderr, flush=True)
         self._end(FAILED)
 

@@ -15,9 +15,10 @@ import threading
 import time
 from pathlib import Path
 
-from tiny_targets import tiny_model, tiny_tokenizer
+import torch
 
 from dflash_ext.config import (
+    RECIPES,
     BatchOptions,
     DataOptions,
     DrafterOptions,
@@ -29,13 +30,15 @@ from dflash_ext.config import (
     TopologyOptions,
     TrainConfig,
 )
-from dflash_ext.launch import start_local, world_size
+from dflash_ext.launch import Entry, run_rank, start_local, world_size
 
 STEPS = 12
 
 
 def make_world(root: Path, rows: int = 40) -> Path:
     """A tiny target directory and a chat file whose answers count upwards."""
+    from tiny_targets import tiny_model, tiny_tokenizer  # not at the top: ranks import this file
+
     tiny_model("llama", head_dim=64).save_pretrained(root / "target")
     tiny_tokenizer(special=("user", "assistant", "<|reserved_0|>")).save_pretrained(root / "target")
     draw = random.Random(0)
@@ -78,9 +81,34 @@ def resumed(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume="auto"))
 
 
-def start(config: TrainConfig) -> int:
+def start(config: TrainConfig, entry: Entry = run_rank) -> int:
     """The exit code of a run of several ranks."""
-    return start_local(config, world_size(config))
+    return start_local(config, world_size(config), entry)
+
+
+def begin(config: TrainConfig) -> int:
+    """The exit code of a run of one process, in this one, or of several ranks."""
+    from dflash_ext.train import train
+
+    return start(config) if world_size(config) > 1 else train(config)
+
+
+def command_line(config: TrainConfig) -> list[str]:
+    """The options that make `config` of the recipe `cpu`."""
+    words = []
+
+    def add(prefix: str, value: object, default: object) -> None:
+        if dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                name = "" if field.name == "topology" else f"{prefix}{field.name}."
+                child, other = (getattr(x, field.name) for x in (value, default))
+                add(name if dataclasses.is_dataclass(child) else prefix + field.name, child, other)
+        elif value != default:
+            items = value if isinstance(value, tuple) else [value]
+            words.extend([f"--{prefix.replace('_', '-')}", *map(str, items)])
+
+    add("", config, RECIPES["cpu"]())
+    return words
 
 
 def records(folder: Path, kind: str = "train") -> list[dict]:
@@ -91,22 +119,64 @@ def records(folder: Path, kind: str = "train") -> list[dict]:
 
 
 class Killer(threading.Thread):
-    """Sends a signal to one rank once the run has logged `after` steps."""
+    """Sends a signal to a rank, or to the launcher (None), once the run has logged some steps."""
 
-    def __init__(self, folder: Path, rank: int, after: int, number: int = signal.SIGKILL) -> None:
-        super().__init__()
+    def __init__(
+        self, folder: Path, rank: int | None, after: int, number: int = signal.SIGKILL
+    ) -> None:
+        super().__init__(daemon=True)
         self.folder, self.rank, self.after, self.number = folder, rank, after, number
-        self.killed_at: float | None = None
+        self.killed_at = float("inf")
+        file = folder / "metrics.jsonl"
+        self.offset = file.stat().st_size if file.exists() else 0  # of what an earlier part wrote
 
     def run(self) -> None:
-        end = time.monotonic() + 60
+        end, file = time.monotonic() + 100, self.folder / "metrics.jsonl"
         while time.monotonic() < end:
-            file = self.folder / "metrics.jsonl"
-            lines = file.read_text().splitlines() if file.exists() else []
+            time.sleep(0.005)
+            if not file.exists():
+                continue
+            lines = file.read_bytes()[self.offset :].decode().splitlines()
             done = [json.loads(line)["step"] for line in lines if '"train"' in line]
             if done and done[-1] >= self.after:
-                ranks = json.loads((self.folder / "ranks.json").read_text())
-                os.kill(ranks[self.rank]["pid"], self.number)
+                os.kill(self.pid(), self.number)
                 self.killed_at = time.monotonic()
                 return
-            time.sleep(0.005)
+
+    def pid(self) -> int:
+        if self.rank is None:
+            return os.getpid()
+        table = self.folder / "ranks.json"
+        return json.loads(table.read_text())[self.rank]["pid"]
+
+
+def hostile(config: TrainConfig) -> int:
+    """A rank of 2 targets; number 1 hands over what HOSTILE says, from its second batch on."""
+    from dflash_ext.target import Target
+
+    if os.environ["RANK"] == "2":
+        kind, features, count = os.environ["HOSTILE"], Target.features, [0]
+
+        def bad(self, batch):
+            good = features(self, batch)
+            count[0] += 1
+            if count[0] < 3:  # the rehearsal and one good batch
+                return good
+            rows = good.features
+            if kind == "error":
+                raise ValueError("an unlucky\nbatch")
+            if kind == "hang":
+                time.sleep(1000)
+            changed = {
+                "zeros": {"features": torch.zeros_like(rows)},
+                "short": {"features": rows[:-1]},
+                "nan": {"features": torch.where(rows > 1, torch.nan, rows)},
+                "swapped": {"sample_ids": good.sample_ids[::-1]},
+                "other tokens": {"token_hash": "0" * 32},
+                "taps": {"tap_ids": good.tap_ids[::-1]},
+                "dtype": {"features": rows.bfloat16()},
+            }
+            return dataclasses.replace(good, **changed[kind])
+
+        Target.features = bad
+    return run_rank(config)
