@@ -83,6 +83,15 @@ def read_beat(store: TCPStore, rank: int) -> Beat | None:
     return Beat(**json.loads(store.get(key))) if store.check([key]) else None
 
 
+def announce(failure: Failure, rank: int) -> None:
+    """Print why the run ended: once on each machine, or by the launcher if that is ours."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    # The machine's second rank speaks for the first if that is the one that died.
+    speaks = local == 0 or failure.rank == rank or (local == 1 and failure.rank == rank - 1)
+    if speaks and LAUNCHED not in os.environ and failure.code != INTERRUPTED:
+        print(f"error: {failure.message}", file=sys.stderr, flush=True)
+
+
 class Watch:
     """One rank's part: says what it does, sees what the others do. Start it once per process."""
 
@@ -191,19 +200,20 @@ class Watch:
             except (DistStoreError, RuntimeError, ConnectionError) as error:
                 if not self._over:
                     # The store held the run together: without it nothing else can be known.
-                    self._leave(f"the store at {self.address} is gone ({error})".splitlines()[0])
+                    text = f"the store at {self.address} is gone ({error})".splitlines()[0]
+                    self._leave(Failure(self.rank, text, FAILED))
                 return
 
     def _look_around(self, now: float) -> None:
         if self.store.check(["stop"]):
             self.stop_requested.set()
             if not self.orderly:
-                self._leave(self.fail("interrupted", INTERRUPTED).message, quiet=True)
+                self._leave(self.fail("interrupted", INTERRUPTED))
         failure = read_failure(self.store)
         if failure is not None:
             # The one that failed ends itself, with its own exit code, after saying why.
             if failure.rank != self.rank:
-                self._leave(failure.message, quiet=True)
+                self._leave(failure)
             return
         if now - self._since > self._limit:
             self._give_up(
@@ -225,13 +235,12 @@ class Watch:
         return [(r, Beat(**json.loads(b))) for r, b in enumerate(self.store.multi_get(keys))]
 
     def _give_up(self, message: str) -> None:
-        self._leave(self.fail(message).message)
+        self._leave(self.fail(message))
 
-    def _leave(self, message: str, quiet: bool = False) -> None:
+    def _leave(self, failure: Failure) -> None:
         """End this process: its main thread may be waiting for something that never comes."""
-        if not quiet and LAUNCHED not in os.environ:
-            print(f"error: {message}", file=sys.stderr, flush=True)
-        self._end(FAILED)
+        announce(failure, self.rank)
+        self._end(failure.code)
 
 
 class NoWatch:

@@ -19,7 +19,7 @@ from dflash_ext.errors import FeatureError, UserError
 from dflash_ext.launch import root_cause
 from dflash_ext.probe import choose_topology
 from dflash_ext.ranks import Ranks, join_world, leave_world, make_ranks, store_address
-from dflash_ext.watch import FAILED, INTERRUPTED, LAUNCHED, SILENT_SECONDS, Watch
+from dflash_ext.watch import FAILED, INTERRUPTED, SILENT_SECONDS, Watch, announce
 
 _GRACE_SECONDS = 3.0
 
@@ -75,13 +75,13 @@ def _end(watch: Watch, rank: int, size: int, error: BaseException) -> None:
         reason = text[0] if text else type(error).__name__
         message = f"{name}, {watch.activity}: {reason}"
         if first is not None:
-            _leave(first.code if first.rank == rank else FAILED)
+            announce(first, rank)
+            _leave(first.code)
         trace = not _is_connection(error)
     failure = watch.fail(message, code)
     if failure.rank == rank and trace:
         traceback.print_exception(error)
-    if failure.rank == rank and LAUNCHED not in os.environ:
-        print(f"error: {failure.message}", file=sys.stderr, flush=True)
+    announce(failure, rank)
     _leave(failure.code)
 
 

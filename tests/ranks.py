@@ -126,6 +126,8 @@ class Killer(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self.folder, self.rank, self.after, self.number = folder, rank, after, number
+        self.steps, self.delay = 1, 0.0
+        """Steps that this part of the run must have logged, and what to wait after them."""
         self.killed_at = float("inf")
         file = folder / "metrics.jsonl"
         self.offset = file.stat().st_size if file.exists() else 0  # of what an earlier part wrote
@@ -138,7 +140,8 @@ class Killer(threading.Thread):
                 continue
             lines = file.read_bytes()[self.offset :].decode().splitlines()
             done = [json.loads(line)["step"] for line in lines if '"train"' in line]
-            if done and done[-1] >= self.after:
+            if len(done) >= self.steps and done[-1] >= self.after:
+                time.sleep(self.delay)
                 os.kill(self.pid(), self.number)
                 self.killed_at = time.monotonic()
                 return

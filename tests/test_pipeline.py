@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from safetensors.torch import load_file
 from tiny_targets import one_thread  # noqa: F401
 
 from dflash_ext.checkpoint import checkpoints, read_progress
-from dflash_ext.config import EvalOptions
+from dflash_ext.config import EvalOptions, TrainConfig
 from dflash_ext.train import train
 from dflash_ext.watch import INTERRUPTED
 
@@ -54,8 +55,8 @@ def state_of(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
     return state | {"uses": saved["uses"], "random": saved["random"]["cpu"]}
 
 
-def assert_same_run(a: Path, b: Path) -> None:
-    first, second = state_of(a), state_of(b)
+def assert_same_run(a: Path, b: Path, step: int = STEPS) -> None:
+    first, second = state_of(a, step), state_of(b, step)
     assert first.keys() == second.keys()
     for name in first:
         assert torch.equal(first[name], second[name]), name
@@ -159,11 +160,14 @@ def test_death_of_any_rank_ends_all_and_the_run_goes_on(world, tmp_path, rank, r
     assert [r["step"] for r in records(folder)] == [*range(1, STEPS + 1)]
 
 
+EACH_STEP = {"steps": 4, "run": {"checkpoint_every": 1, "keep_checkpoints": 4}}
+
+
 @pytest.fixture(scope="module")
 def six_micro_batches(world, tmp_path_factory):
     """One process, six micro-batches a step, validation too: what other splits must equal."""
     folder = tmp_path_factory.mktemp("reference") / "run"
-    assert train(run_config(world, folder, steps=4, batch={"accumulate": 6})) == 0
+    assert train(run_config(world, folder, batch={"accumulate": 6}, **EACH_STEP)) == 0
     return folder
 
 
@@ -173,8 +177,13 @@ def test_gradients_and_metrics_do_not_depend_on_the_split(
 ):
     """Requirement 11 in fp32, over 1, 2 and 3 drafters and accumulations: whole runs agree."""
     folder = tmp_path / "run"
-    split = {"batch": {"accumulate": accumulate}, "steps": 4}
-    assert start(run_config(world, folder, targets, drafters, **split)) == 0
+    batch = {"accumulate": accumulate}
+    assert start(run_config(world, folder, targets, drafters, batch=batch, **EACH_STEP)) == 0
+    a, b = (state_of(f, 1) for f in (six_micro_batches, folder))
+    moments = [name for name in a if name.endswith("exp_avg")]  # the first gradient, scaled
+    assert len(moments) == 14
+    for name in moments:
+        assert (a[name] - b[name]).norm() <= 1e-5 * a[name].norm(), name
     for kind in ("train", "validation"):
         pairs = zip(records(six_micro_batches, kind), records(folder, kind), strict=True)
         for step, (expected, found) in enumerate(pairs):
@@ -229,3 +238,54 @@ def test_resume_is_exact_to_the_bit_whatever_the_targets(world, tmp_path, capfd)
         killer.join()
     assert start(resumed(run_config(world, pieces, 3, 2, **same))) == 0
     assert_same_run(whole, pieces)
+
+
+def torchrun(config: TrainConfig) -> list[subprocess.CompletedProcess]:
+    """Two agents on the loopback device, one rank each; what became of them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    launcher += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    program = ["-m", "dflash_ext.train", "cpu", *command_line(config)]
+    agents = [
+        subprocess.Popen(
+            [*launcher, "--node-rank", str(node), *program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    ended = []
+    for agent in agents:
+        out, err = agent.communicate(timeout=200)
+        ended.append(subprocess.CompletedProcess(agent.args, agent.returncode, out, err))
+    return ended
+
+
+def test_two_torchrun_agents_lose_a_target_and_go_on(world, tmp_path):
+    alone, ranks = tmp_path / "alone", tmp_path / "ranks"
+    assert train(run_config(world, alone)) == 0
+    config = run_config(world, ranks, 1, 1)
+    killer = Killer(ranks, 1, after=4)
+    killer.start()
+    ended = torchrun(config)
+    assert time.monotonic() - killer.killed_at < 60
+    assert [agent.returncode for agent in ended] == [1, 1]
+    last = r"error: rank 1 \(target 0, pid \d+\), last seen .*batch \d+.*: died without a word"
+    assert re.search(last, ended[0].stderr), ended[0].stderr
+    ended = torchrun(resumed(config))
+    assert [agent.returncode for agent in ended] == [0, 0], ended[0].stderr
+    assert_same_run(alone, ranks)
+
+
+def test_a_stuck_rank_is_found_and_named(world, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HOSTILE", "hang")
+    config = run_config(world, tmp_path / "run", 2, 1, topology={"stall_seconds": 4})
+    began = time.monotonic()
+    assert start(config, hostile) == 1
+    assert time.monotonic() - began < 40
+    error = capfd.readouterr().err
+    stuck = r"error: rank 2 \(target 1\): no progress for \d s while capturing batch 3 \(documents"
+    assert re.search(stuck, error), error
