@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from dflash_ext.bench import attention, launch, once, plot, tables
+from dflash_ext.bench import attention, data, launch, once, plot, tables
 from dflash_ext.errors import UserError, run_cli
 
 BENCHMARKS = {
     "attention": attention.main,
+    "data": data.main,
     "launch": launch.main,
     "once": once.main,
     "plot": plot.main,

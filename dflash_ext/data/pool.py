@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.context
 import os
 import pickle
 import signal
@@ -136,11 +137,8 @@ def encode_blocks(
             yield tag, encode_rows(encoder, rows)
         return
     del encoder
-    # A server process imports once and forks the workers; this process has threads, it must not.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
     setup = (pickle.dumps(tokenizer), options)
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=setup)
+    pool = ProcessPoolExecutor(workers, forkserver(), initializer=_start, initargs=setup)
     pending: deque[tuple[Tag, Future[Encoded]]] = deque()
     try:
         for tag, rows in _chain(ahead, blocks):
@@ -159,6 +157,13 @@ def encode_blocks(
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """A server process imports once and forks the workers; this one has threads and must not."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 def _chain(first: list[Work[Tag]], rest: Iterator[Work[Tag]]) -> Iterator[Work[Tag]]:
