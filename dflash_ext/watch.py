@@ -165,7 +165,7 @@ class Watch:
         try:
             yield
         finally:
-            self.orderly = False
+            self.orderly = self.stop_requested.is_set()  # heeded: nothing is left to end
 
     def fail(self, message: str, code: int = FAILED) -> Failure:
         """Report a failure of this rank; returns the failure that the run ends with."""
