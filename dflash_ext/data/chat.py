@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from dflash_ext.data.append_only import AppendOnly
 from dflash_ext.data.formats import REASONING_FIELDS, Conversation, Message
 from dflash_ext.data.rows import SkipRow
 from dflash_ext.data.templates import (
@@ -69,6 +70,7 @@ class SpanFinder:
         self._render = renderer
         self._last_only, self._mask_reasoning = supervise == "last", reasoning == "mask"
         self._added = added_token_pattern(renderer.tokenizer)
+        self._append_only = AppendOnly(renderer)
         self._frames: list[_Frame] = []  # last used first
 
     def samples(self, conversation: Conversation) -> list[Sample]:
@@ -87,14 +89,40 @@ class SpanFinder:
 
     def _samples(self, conversation: Conversation) -> list[Sample]:
         answers = conversation.answers()
+        answers = answers[-1:] if self._last_only else answers
+        quick = self._quick(conversation, answers)
+        if quick is not None:
+            return [quick]
         samples: list[Sample] = []
-        for i in reversed(answers[-1:] if self._last_only else answers):
+        for i in reversed(answers):
             turn = self._turn(conversation, i)
             if samples and samples[-1].text.startswith(turn.text[: turn.end]):
                 samples[-1].spans.insert(0, (turn.start, turn.end))
             else:
                 samples.append(Sample(turn.text, [(turn.start, turn.end)]))
         return samples[::-1]
+
+    def _quick(self, conversation: Conversation, answers: list[int]) -> Sample | None:
+        """The sample from one render, where that proves everything; else the long way decides."""
+        if any(_is_special(conversation.messages[i]) for i in answers):
+            return None
+        shown = self._append_only.show(conversation)
+        if shown is None:
+            return None
+        spans = []
+        for i in answers:
+            start = shown.starts[i] + len(shown.header)
+            body = shown.text[start : shown.starts[i + 1]]
+            if not shown.text.startswith(shown.header, shown.starts[i]):
+                return None
+            try:
+                span = self._known(body + shown.footer, conversation.messages[i]["content"])
+            except SkipRow:
+                return None
+            if span is None or span[1] > len(body):
+                return None
+            spans.append((start + span[0], start + span[1]))
+        return Sample(shown.text, spans)
 
     def _turn(self, conversation: Conversation, index: int) -> _Turn:
         before, answer = conversation.messages[:index], conversation.messages[index]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_ext.data import chat, formats, rows, templates
+from dflash_ext.data import append_only, chat, formats, rows, templates
 from dflash_ext.data.chat import Sample, SpanFinder
 from dflash_ext.data.formats import Conversation, Text, Tokens, is_utf8, parse_row
 from dflash_ext.data.rows import ChatOptions, Row, SkipRow, has_candidate
@@ -277,13 +277,13 @@ def identity(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
     import transformers
 
     check_backend(tokenizer)
-    modules = (__file__, chat.__file__, formats.__file__, rows.__file__, templates.__file__)
+    modules = [m.__file__ for m in (append_only, chat, formats, rows, templates)]
     return {
         "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
         "special": sorted(tokenizer.all_special_ids),
         "special_tokens": {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
         "template": tokenizer.chat_template,
         "options": options.key(),
-        "code": code_version(*modules),
+        "code": code_version(__file__, *modules),
         "versions": [transformers.__version__, tokenizers.__version__],
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from dflash_ext.data.formats import Message
@@ -99,6 +100,23 @@ class Renderer:
             )
         except Exception as error:
             raise refusal(error) from None
+
+    def stream(self, messages: Any, tools: list[Any] | None, *, generation: bool) -> Iterator[str]:
+        """The text piece by piece, as it is written. Only where there is a `direct_template`."""
+        return self._template(tools).generate(
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=generation,
+            **{**self._special, **self._today, **self._arguments},
+        )
+
+    def direct_template(self, tools: list[Any] | None) -> tuple[Any, str] | None:
+        """(jinja environment, source) of the template, if it is called directly."""
+        if not self._direct:
+            return None
+        source = self.tokenizer.get_chat_template(None, tools)
+        return self._template(tools).environment, source
 
     def _template(self, tools: list[Any] | None) -> Any:
         from transformers.utils.chat_template_utils import _compile_jinja_template
