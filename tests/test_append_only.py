@@ -211,7 +211,7 @@ def test_a_template_that_fails_says_so_the_long_way():
     system=st.sampled_from([None, "s"]),
     name=st.sampled_from(sorted(FAMILIES)),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_short_way_and_the_long_way_agree(texts, system, name):
     family = FAMILIES[name]
     options = ChatOptions(template_kwargs=family.arguments)
