@@ -42,14 +42,17 @@ class TargetOptions:
     """None: the family's known one, else the tokenizer's, else an unused row."""
     trust_remote_code: bool = False
     """Let the target's repository run its own code on this machine."""
+    random_weights: bool = False
+    """Read the shape only and draw the weights, on the device: for benchmarks and rehearsals."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
     train: str | None = None
-    """Chat JSONL with `messages`; none: the target writes and answers its own prompts."""
+    """Chat JSONL with `messages`, or a store that `python -m dflash_ext.prepare` made; none: the
+    target writes and answers its own prompts."""
     validation: str | None = None
-    """Chat JSONL held out; none: `held_out` rows of the training data."""
+    """Chat JSONL or store held out; none: `held_out` rows of the training data."""
     held_out: int = 32
     """Rows taken from the training data for validation when no file is given."""
     max_length: int = 1024

@@ -1,7 +1,9 @@
 """Starts the ranks of a run on this machine, and says why they ended.
 
-torch's elastic launcher starts and supervises them: one that dies takes the others along. Ranks are
-forked from a server process that has imported everything once, before any of them has a device.
+torch's elastic launcher starts and supervises them: one that dies takes the others along. Without
+GPUs, ranks are forked from a server process that has imported everything once. CUDA does not
+survive a fork from a process that has as much as counted its devices, so with GPUs each rank starts
+afresh.
 `torchrun ... -m dflash_ext.train` starts the same ranks over several machines.
 """
 
@@ -104,16 +106,18 @@ def start_local(config: TrainConfig, size: int, entry: Entry = run_rank) -> int:
             rdzv_configs={"rank": 0, "timeout": 900},
             max_restarts=0,
             monitor_interval=0.1,
-            start_method="forkserver",
+            start_method="spawn" if torch.cuda.is_available() else "forkserver",
             local_addr=HOST,
         ),
         _child,
     )
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # nothing leaves it
+    environment |= os.environ | {LAUNCHED: "1"}
     outcome: list[int | BaseException] = []
 
     def supervise() -> None:
         try:
-            outcome.append(launch(config, os.environ | {LAUNCHED: "1"}, entry)[0])
+            outcome.append(launch(config, environment, entry)[0])
         except BaseException as error:  # handed to the main thread
             outcome.append(error)
 

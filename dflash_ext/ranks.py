@@ -56,6 +56,11 @@ class Ranks:
         return self.topology.target_of(self.rank)
 
     @property
+    def sum_device(self) -> torch.device:
+        """Where whole numbers are summed over the drafters."""
+        return self.device if self.nccl else torch.device("cpu")
+
+    @property
     def role(self) -> str:
         return self.topology.role(self.rank)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,19 +30,18 @@ class Samples:
 
 
 def prepare_files(config: TrainConfig, path: str, monitor: Monitor) -> tuple[Samples, Samples]:
-    """Training and held-out samples from chat files. UserError if no row can be trained."""
-    from transformers import AutoTokenizer
+    """Training and held-out samples from chat files or finished stores.
 
+    UserError if no row can be trained.
+    """
     options = config.data
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=config.target.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"tokenizer of {path!r} cannot be loaded: {reason}") from error
 
     def prepare(file: str, name: str) -> TokenStore:
+        if Path(file).is_dir():
+            store = TokenStore.open(file)
+            monitor.say(f"{file}: {len(store)} samples, {store.lengths.sum()} tokens")
+            return store
+        tokenizer = _tokenizer(config, path)
         store, report = prepared_store(file, tokenizer, max_length=options.max_length)
         monitor.say(f"{file}: {report}")
         if monitor.folder is not None:
@@ -55,6 +55,18 @@ def prepare_files(config: TrainConfig, path: str, monitor: Monitor) -> tuple[Sam
         return split(store, options.held_out, config.seed)
     other = prepare(options.validation, "validation")
     return Samples(store, np.arange(len(store))), Samples(other, np.arange(len(other)))
+
+
+def _tokenizer(config: TrainConfig, path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, trust_remote_code=config.target.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"tokenizer of {path!r} cannot be loaded: {reason}") from error
 
 
 def synthesise(config: TrainConfig, target: Target, monitor: Monitor) -> tuple[Samples, Samples]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Sender:
             for _ in range(_BUFFERS)
         ]
         self._in_flight: list[list[Any]] = [[] for _ in self._buffers]
+        self._announcer = ThreadPoolExecutor(1, "announcer") if ranks.nccl else None
         self._next = 0
         self._stopped: set[int] = set()
         self._watch, self._announced = Stopwatch(ranks.device), time.perf_counter()
@@ -72,8 +74,7 @@ class Sender:
         control, data = self._ranks.pairs[handover.target, handover.drafter]
         buffer, works = self._buffers[self._next], self._in_flight[self._next]
         self._next = (self._next + 1) % _BUFFERS
-        for _, work in works:
-            work.wait()
+        _wait(works)
         values, device = features.features, self._ranks.device
         told = Announcement(
             kind=handover.kind,
@@ -95,18 +96,34 @@ class Sender:
         place[:rows, :columns].copy_(values[:rows, :columns])
         header = told.encode(self._header_size)
         rank = handover.drafter
-        works[:] = [
-            (header, dist.isend(header, dst=rank, group=control, tag=HEADER)),
-            (place, dist.isend(place, dst=rank, group=data, tag=DATA)),
-        ]
+        works[:] = [self._announce(header, rank, control)]
+        works.append(dist.isend(place, dst=rank, group=data, tag=DATA))
+
+    def _announce(self, header: torch.Tensor, rank: int, control: Any) -> Any:
+        """Send a header once the batch is captured: only then may a drafter call it on its way."""
+        if self._announcer is None:
+            return dist.isend(header, dst=rank, group=control, tag=HEADER)
+        captured = torch.cuda.Event(blocking=True)
+        captured.record()
+
+        def announce() -> None:
+            captured.synchronize()
+            dist.send(header, dst=rank, group=control, tag=HEADER)
+
+        return self._announcer.submit(announce)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
         for works in self._in_flight:
-            for _, work in works:
-                work.wait()
+            _wait(works)
         if self._ranks.nccl:
             torch.cuda.synchronize(self._ranks.device)
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.result() if isinstance(work, Future) else work.wait()
+    works.clear()
 
 
 def serve(ranks: Ranks, target: Target, sender: Sender, own: Iterator[Handover], book: Book) -> int:

@@ -25,7 +25,7 @@ from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks
 from dflash_ext.samples import Samples
 from dflash_ext.shield import shield
-from dflash_ext.target import Target
+from dflash_ext.target import DTYPES, Target
 from dflash_ext.topology import Course
 from dflash_ext.trainer import Trainer
 from dflash_ext.transfer import FeatureBatch
@@ -64,11 +64,35 @@ def fp32_target(
 def _shielded_target(
     config: TrainConfig, path: str, device: torch.device, dtype: str, taps: Sequence[int] | None
 ) -> Target:
-    """`Target.load`, and kept out of other threads' FX tracing."""
+    """The target, kept out of other threads' FX tracing."""
     remote = config.target.trust_remote_code
-    target = Target.load(path, device=device, dtype=dtype, tap_ids=taps, trust_remote_code=remote)
+    if config.target.random_weights:
+        target = random_target(path, device, dtype, taps)
+    else:
+        target = Target.load(
+            path, device=device, dtype=dtype, tap_ids=taps, trust_remote_code=remote
+        )
     shield(target.model)
     return target
+
+
+def random_target(
+    path: str, device: torch.device, dtype: str, taps: Sequence[int] | None
+) -> Target:
+    """A target of the shape in `path`/config.json whose weights are drawn on the device.
+
+    The same on every rank with the same kind of device. It has no tokenizer.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        shape = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"target {path!r} has no readable config.json: {error}") from error
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(shape, dtype=DTYPES[dtype])
+    return Target(model, None, tap_ids=taps, path=path)
 
 
 def build_side(config: TrainConfig, ranks: Ranks, target: Target) -> Side:

@@ -250,7 +250,7 @@ def loop(
         return interrupted() or ranks.watch.stop_requested.is_set()
 
     def save(progress: Progress) -> None:
-        counted = uses.total(ranks.drafter_group, ranks.device, progress)
+        counted = uses.total(ranks.drafter_group, ranks.sum_device, progress)
         if writer is not None or config.topology.shard:
             snapshot = take_snapshot(trainer.drafter, optimizer, progress, counted)
             if writer is not None:
@@ -292,7 +292,7 @@ def loop(
             ranks.watch.doing(f"step {position}: summing over the drafters", patience=2)
             tally.waits = source.waits()
             tally.stop = float(asked())
-            sums = replicas.reduce(torch.cat([sums, sums.new_tensor(tally.values())]))
+            sums = replicas.reduce(torch.cat([sums, on_device(tally.values(), sums.device)]))
             progress = Progress(position, time.monotonic() - began, course)
             try:
                 result, values = optimizer.step(sums)
@@ -325,6 +325,12 @@ def loop(
     if stop:
         source.stop()
     return progress, stop
+
+
+def on_device(values: list[float], device: torch.device) -> torch.Tensor:
+    """fp32 values on a device; the host does not wait for the copy."""
+    tensor = torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def finish_saving(ranks: Ranks, writer: CheckpointWriter | None) -> None:

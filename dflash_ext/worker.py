@@ -29,8 +29,7 @@ def as_rank(config: TrainConfig, train: Callable[[TrainConfig, Ranks], int]) -> 
 
     Does not return after a failure: the process ends with its exit code.
     """
-    _share_cores(config)
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # flat memory
+    _set_environment()
     rank, device, nccl = join_world(config)
     size = dist.get_world_size()
     watch = Watch(
@@ -49,8 +48,13 @@ def as_rank(config: TrainConfig, train: Callable[[TrainConfig, Ranks], int]) -> 
     return code
 
 
-def _share_cores(config: TrainConfig) -> None:
-    """Ranks of one machine share its cores, unless the user says how many each has."""
+def _set_environment() -> None:
+    """What must be said before the first use of a device, unless the user has said otherwise."""
+    # Batches of all sizes then share memory that stays as it is.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # A receive that waits for its target must not stand in one queue with the drafter's kernels.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Ranks of one machine share its cores.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
