@@ -327,6 +327,25 @@ def test_a_journal_of_other_settings_or_another_process_is_an_error(tmp_path):
     assert part.stat().st_mode & 0o077 == 0  # prompts are the user's own
 
 
+def test_a_journal_with_nothing_in_it_binds_nobody(tmp_path):
+    path = tmp_path / "j"
+    for content in (b"", b'{"settings": {"a": 1}}\n', b'{"settings": {"a"'):
+        path.write_bytes(content)
+        journal = Journal(path, {"a": 2})
+        journal.add("k", value=1)
+        journal.close()
+        again = Journal(path, {"a": 2})
+        assert (len(again), again["k"]["value"]) == (1, 1)
+        again.close()
+    path.write_bytes(path.read_bytes() + b'{"key": "l", "value": 2}\n{"key": "m"')
+    journal = Journal(path, {"a": 2})
+    assert ("k" in journal, "l" in journal, "m" in journal) == (True, True, False)
+    journal.add("n", value=3)
+    assert (journal["l"]["value"], journal["n"]["value"]) == (2, 3)
+    journal.close(remove=True)
+    assert not path.exists()
+
+
 def test_the_key_is_read_from_the_environment_and_written_nowhere(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(KEY_VARIABLE, "sk-very-secret")
     with FakeEndpoint() as server:

@@ -34,20 +34,21 @@ class Journal:
         self._places: dict[str, int] = {}
         self._lock = threading.Lock()
         header = json.dumps({"settings": settings}, sort_keys=True).encode() + b"\n"
-        first = self._file.readline()
-        if not first.endswith(b"\n"):
+        first, begun = self._file.readline(), self._file.readline()
+        if first != header and not begun:  # nothing is in it yet
             self._file.seek(0)
             self._file.truncate()
             self._file.write(header)
+            self._file.flush()
         elif first != header:
             self._file.close()
             raise UserError(
                 f"{path} was begun with other settings; remove it, or name another output"
             )
-        self._load()
+        self._load(len(header))
 
-    def _load(self) -> None:
-        end = self._file.tell()
+    def _load(self, end: int) -> None:
+        self._file.seek(end)
         while (line := self._file.readline()).endswith(b"\n"):
             try:
                 self._places[json.loads(line)["key"]] = end
