@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 
 import pytest
 from data_fixtures import CHATML, FAMILIES, LLAMA3, MISTRAL, THINKING, make_tokenizer
@@ -279,6 +281,40 @@ def test_an_unfinished_answer_is_supervised_without_an_end(family):
     turns = [user("a"), assistant("Hello the", unfinished=True), user("b"), assistant("c")]
     with pytest.raises(SkipRow, match="unfinished answer is not the last"):
         encode(tokenizer, turns)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_renders_go_through_the_public_call_where_the_private_one_is_gone_or_differs(
+    monkeypatch, gone
+):
+    """transformers may rename or change what we call directly; its public call stays right."""
+    import transformers.utils.chat_template_utils as theirs
+
+    tokenizer = make_tokenizer(THINKING)
+    messages = [user("a"), assistant("first"), user("b"), assistant("second")]
+    truth = encode(tokenizer, messages)
+    if gone:
+        # Their own code looks it up by name as well: under another name there, as in a rename.
+        source = inspect.getsource(theirs.render_jinja_template)
+        scope = {**vars(theirs), "_renamed": theirs._compile_jinja_template}
+        exec(source.replace("_compile_jinja_template", "_renamed"), scope)
+        base = sys.modules["transformers.tokenization_utils_base"]
+        monkeypatch.setattr(base, "render_jinja_template", scope["render_jinja_template"])
+        monkeypatch.delattr(theirs, "_compile_jinja_template")
+    else:
+        from dflash_ext.data import templates
+
+        monkeypatch.setattr(templates.Renderer, "_template", lambda *_: _Other())
+    encoder = RowEncoder(tokenizer, ChatOptions())
+    (rows,) = encoder.encode([{"messages": messages}])
+    assert encoder._finder._render._direct is False
+    assert [r.ids.tolist() for r in rows] == [r.ids.tolist() for r in truth]
+    assert [r.mask.tolist() for r in rows] == [r.mask.tolist() for r in truth]
+
+
+class _Other:
+    def render(self, **_):
+        return "something else"
 
 
 def test_many_rows_are_what_each_is_alone():

@@ -24,6 +24,7 @@ _TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 5
 # No request would succeed: wrong address, key or model.
 _FATAL = frozenset({401, 403, 404, 405, 407})
 _FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_RETRY_AFTER = 0.5, 60.0, 900.0
+_CONNECT_SECONDS = 30.0
 _MAX_BYTES = 64 << 20
 REASONING = ("reasoning_content", "reasoning")
 
@@ -128,8 +129,9 @@ class Endpoint:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         deadline = time.monotonic() + self._timeout
-        connection, kept = self._connection()
+        kept = getattr(self._local, "connection", None) is not None
         try:
+            connection = self._connection()
             connection.request(method, self._path + path, body=data, headers=headers)
             response = connection.getresponse()
             content = _read(response, deadline)
@@ -171,20 +173,21 @@ class Endpoint:
             )
         raise Refused(f"HTTP {status} {said}".rstrip())
 
-    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
-        """(this thread's connection, whether it was used before)."""
+    def _connection(self) -> http.client.HTTPConnection:
+        """This thread's, opened if there is none. Raises OSError."""
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        kept = connection is not None
-        if connection is None:
-            host, port = self._address
-            if self._tls:
-                connection = http.client.HTTPSConnection(
-                    host, port, timeout=self._timeout, context=self._tls
-                )
-            else:
-                connection = http.client.HTTPConnection(host, port, timeout=self._timeout)
-            self._local.connection = connection
-        return connection, kept
+        if connection is not None:
+            return connection
+        host, port = self._address
+        wait = min(self._timeout, _CONNECT_SECONDS)
+        if self._tls:
+            connection = http.client.HTTPSConnection(host, port, timeout=wait, context=self._tls)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=wait)
+        connection.connect()
+        connection.sock.settimeout(self._timeout)  # an answer may take longer than a connection
+        self._local.connection = connection
+        return connection
 
     def _drop(self) -> None:
         connection = getattr(self._local, "connection", None)
