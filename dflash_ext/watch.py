@@ -191,7 +191,7 @@ class Watch:
             self._wake.clear()
             try:
                 now = time.monotonic()
-                if woken or now - published >= 1.0:
+                if woken or now - published >= 4 * TICK_SECONDS:
                     self._publish_beat()
                     published = now
                 if now - looked >= TICK_SECONDS:  # however often the activity changes
@@ -228,11 +228,12 @@ class Watch:
                 self._give_up(f"rank {rank} {beat}: no sign of life for {now - since:.0f} s")
 
     def _beats(self) -> list[tuple[int, Beat]]:
-        """Of all ranks, once every rank has begun to send them: one question for all."""
+        """Of the other ranks, once every rank has begun to send them: one question for all."""
         keys = [f"beat/{rank}" for rank in range(len(self.roles))]
         if not self.store.check(keys):
             return []
-        return [(r, Beat(**json.loads(b))) for r, b in enumerate(self.store.multi_get(keys))]
+        found = enumerate(self.store.multi_get(keys))
+        return [(rank, Beat(**json.loads(beat))) for rank, beat in found if rank != self.rank]
 
     def _give_up(self, message: str) -> None:
         self._leave(self.fail(message))

@@ -183,3 +183,33 @@ def hostile(config: TrainConfig) -> int:
 
         Target.features = bad
     return run_rank(config)
+
+
+def odd_drafter(config: TrainConfig) -> int:
+    """A rank of 2 drafters; number 1 has no anchors, or a gradient that is not finite.
+
+    "no anchors": number 0 has none in its second micro-batch, so that step has none at all.
+    """
+    from dflash_ext import train
+    from dflash_ext.trainer import Trainer
+
+    kind, rank = os.environ["HOSTILE"], os.environ["RANK"]
+    draw, micro_step, count = train.draw_anchors, Trainer.micro_step, [0]
+
+    def few(*args, **keywords):
+        count[0] += 1
+        anchors = draw(*args, **keywords)
+        return anchors[:0] if rank == "1" or count[0] == 2 else anchors
+
+    def poisoned(self, *args):
+        sums = micro_step(self, *args)
+        count[0] += 1
+        if rank == "1" and count[0] > 3:  # the rehearsal and two good steps
+            self.drafter.fc.weight.grad[0, 0] = float("nan")
+        return sums
+
+    if kind == "no anchors":
+        train.draw_anchors = few
+    else:
+        Trainer.micro_step = poisoned
+    return run_rank(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -20,6 +21,7 @@ from ranks import (
     command_line,
     hostile,
     make_world,
+    odd_drafter,
     records,
     resumed,
     run_config,
@@ -30,6 +32,7 @@ from tiny_targets import one_thread  # noqa: F401
 
 from dflash_ext.checkpoint import checkpoints, read_progress
 from dflash_ext.config import EvalOptions, TrainConfig
+from dflash_ext.launch import start_local
 from dflash_ext.train import train
 from dflash_ext.watch import INTERRUPTED
 
@@ -319,3 +322,66 @@ def test_sharded_drafters_are_replicated_ones(world, tmp_path):
                 assert x["loss"] == pytest.approx(y["loss"], rel=1e-4)
                 assert x["blocks"] == y["blocks"]
     assert (shards / "export/model.safetensors").exists()
+
+
+def test_drafters_decide_together_about_steps_without_anchors(world, tmp_path, monkeypatch):
+    """Requirement 18: one drafter never has a block, in the second step neither has."""
+    monkeypatch.setenv("HOSTILE", "no anchors")
+    folder = tmp_path / "run"
+    assert start(run_config(world, folder, 1, 2), odd_drafter) == 0
+    steps = records(folder)
+    assert [r.get("skipped") for r in steps] == [None, "zero weight", *[None] * (STEPS - 2)]
+    assert (steps[-1]["optimizer_steps"], steps[-1]["skipped_zero"]) == (STEPS - 1, 1)
+
+
+def test_drafters_decide_together_about_steps_that_are_not_finite(
+    world, tmp_path, monkeypatch, capfd
+):
+    """Requirement 12: skipped by both, counted, given up after n, saved, the tensor named."""
+    monkeypatch.setenv("HOSTILE", "nan")
+    folder = tmp_path / "run"
+    config = run_config(world, folder, 1, 2)
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, max_nonfinite=3))
+    assert start(config, odd_drafter) == 2
+    assert re.search(
+        r"error: .*gradient of fc.weight was not finite in 3 steps", capfd.readouterr().err
+    )
+    assert [r["optimizer_steps"] for r in records(folder)] == [1, 2, 2, 2]
+    state = torch.load(folder / "checkpoints/step-5/optimizer.pt", weights_only=True)
+    counters = state["optimizer"]["counters"]
+    assert (counters["steps"], counters["skipped_nonfinite"]) == (2, 3)
+
+
+def test_auto_times_both_sides_and_splits_the_ranks(world, tmp_path):
+    folder = tmp_path / "run"
+    config = run_config(world, folder, topology={"targets": "auto", "devices": 3}, steps=3)
+    assert start(config) == 0
+    roles = [row["role"] for row in json.loads((folder / "ranks.json").read_text())]
+    assert roles in (
+        ["drafter 0", "target 0", "target 1"],
+        ["drafter 0", "drafter 1", "target 0"],
+    )
+    assert len(records(folder)) == 3
+
+
+def test_a_split_that_does_not_fit_the_ranks_is_an_error(world, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HOSTILE", "")
+    config = run_config(world, tmp_path / "run", 2, 1)
+    assert start_local(config, 2) == 2
+    assert "2 targets and 1 drafters are 3 ranks, but 2 were started" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_data_ends_all_ranks_with_its_message(world, tmp_path, capfd):
+    """Requirement 19: no rank waits at a barrier for a preparation that has failed."""
+    bad = tmp_path / "bad.jsonl"
+    turns = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": ""}]
+    bad.write_text(json.dumps({"messages": turns}) + "\n")
+    config = run_config(world, tmp_path / "run", 2, 2)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, train=str(bad)))
+    began = time.monotonic()
+    assert start(config) == 2
+    assert time.monotonic() - began < 30
+    error = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
+    assert error == ["error: " + error[0][7:]]
+    assert "0 trainable rows of 1" in error[0]

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# How many targets and drafters? A short run of each split, and one line of numbers for each.
+#   bash runs/sweep.sh FOLDER STEPS "7:1 6:2 5:3 4:4 3:5" RECIPE [options of dflash_ext.train]
+# With `--target.random-weights` the shape of a target is enough.
+set -euo pipefail
+folder=$1 steps=$2 splits=$3 recipe=$4
+shift 4
+for split in $splits; do
+  run=$folder/${split/:/-to-}
+  python -m dflash_ext.train "$recipe" --targets "${split%:*}" --drafters "${split#*:}" \
+    --run.dir "$run" --steps "$steps" --epochs None --eval.prompts-per-set 0 --eval.every 0 \
+    --run.checkpoint-every 1000000 "$@" > "$run.log" 2>&1 || { tail -5 "$run.log"; exit 1; }
+  python - "$split" "$run/metrics.jsonl" << 'PY'
+import json, statistics, sys
+records = [json.loads(line) for line in open(sys.argv[2])]
+steady = [r for r in records if r["kind"] == "train"][3:]
+seconds = steady[-1]["time"] - steady[0]["time"]
+print(sys.argv[1], "targets:drafters", f"{sum(r['ktok_s'] * r['seconds'] for r in steady[1:]) / seconds:.2f} Ktok/s",
+      *(f"{name} {statistics.mean(r[name] for r in steady):.2f}"
+        for name in ("wait_target", "wait_drafter", "wait_transfer", "mfu_target", "mfu_drafter") if name in steady[0]),
+      "limit:", statistics.mode(r["limit"] for r in steady))
+PY
+done
