@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from data_fixtures import CHATML, make_tokenizer
 
+from dflash_ext.bench import conversations as conversations_module
 from dflash_ext.bench import data
 from dflash_ext.bench.conversations import conversations, write_conversations
 from dflash_ext.bench.footprint import descendants, resident_bytes
@@ -59,9 +60,10 @@ def test_the_whole_benchmark(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # restored behind the benchmark
     monkeypatch.setattr(data, "load_tokenizer", lambda *a, **k: tokenizer)
     monkeypatch.setattr(data, "ROUNDS", 1)
+    monkeypatch.setitem(conversations_module.CHARACTERS, "assistant", 200)
     out = tmp_path / "data.json"
     began = time.perf_counter()
-    data.main(["--rows", "768", "--store-rows", "2000", "--workers", "2", "--out", str(out)])
+    data.main(["--rows", "600", "--store-rows", "2000", "--workers", "2", "--out", str(out)])
     seconds = time.perf_counter() - began
     result = json.loads(out.read_text())
     for found in result["rates"].values():

@@ -8,13 +8,11 @@ import multiprocessing.context
 import os
 import pickle
 import signal
-import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import chain
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -125,38 +123,115 @@ def encode_blocks(
 ) -> Iterator[tuple[Tag, Encoded]]:
     """Encode blocks of rows; (tag, result) of each in the order given.
 
-    Work that fits into one block, and one worker, need no process of their own. Raises UserError
-    for a tokenizer that cannot be used, or when a worker dies.
+    Work that fits into one block, and one worker, need no process of their own. An error of
+    `blocks` is raised behind the results of the blocks before it. Raises UserError for a tokenizer
+    that cannot be used, or when a worker dies.
     """
     from dflash_ext.data.encode import RowEncoder
 
     encoder = RowEncoder(tokenizer, options)  # what is wrong with the tokenizer is found here
-    ahead = [block for _, block in zip(range(2), blocks)]
-    if workers == 1 or len(ahead) < 2:
-        for tag, rows in _chain(ahead, blocks):
-            yield tag, encode_rows(encoder, rows)
+    first = next(blocks, None)
+    if first is None:
         return
-    del encoder
-    setup = (pickle.dumps(tokenizer), options)
-    pool = ProcessPoolExecutor(workers, forkserver(), initializer=_start, initargs=setup)
-    pending: deque[tuple[Tag, Future[Encoded]]] = deque()
-    try:
-        for tag, rows in _chain(ahead, blocks):
-            pending.append((tag, pool.submit(_work, rows)))
-            # Enough that no worker waits, few enough that memory stays bounded.
-            if len(pending) > 2 * workers + 1:
-                done, future = pending.popleft()
-                yield done, future.result()
-        while pending:
-            done, future = pending.popleft()
-            yield done, future.result()
-    except BrokenProcessPool:
-        raise UserError(
-            "a worker process died (out of memory?): run it again, it continues; fewer --workers "
-            "need less memory"
-        ) from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    if workers > 1:
+        try:
+            second = next(blocks, None)
+        except UserError:
+            yield first[0], encode_rows(encoder, first[1])
+            raise
+        if second is not None:
+            del encoder
+            crew = [_Worker(pickle.dumps(tokenizer), options) for _ in range(workers)]
+            try:
+                yield from _in_order(chain([first, second], blocks), crew)
+            finally:
+                for worker in crew:
+                    worker.stop()
+            return
+    for tag, rows in chain([first], blocks):
+        yield tag, encode_rows(encoder, rows)
+
+
+def _in_order(blocks: Iterator[Work[Tag]], crew: list[_Worker]) -> Iterator[tuple[Tag, Encoded]]:
+    idle, busy = list(crew), dict[Connection, tuple[int, _Worker]]()
+    tags: dict[int, Tag] = {}
+    done: dict[int, Encoded] = {}
+    sent = given = 0
+    failure: UserError | None = None
+
+    def read() -> Work[Tag] | None:
+        nonlocal failure
+        try:
+            return next(blocks, None)
+        except UserError as error:
+            failure = error
+            return None
+
+    upcoming = read()
+    while True:
+        # One block at a time each, and the next is read while they work: were a second one on its
+        # way to a worker, both sides could wait for the other to read. What is done out of order
+        # is bounded, so memory is.
+        while upcoming is not None and idle and sent - given < 3 * len(crew):
+            worker = idle.pop()
+            tags[sent], rows = upcoming
+            worker.send(rows)
+            busy[worker.connection] = sent, worker
+            sent += 1
+            upcoming = read()
+        while given in done:
+            yield tags.pop(given), done.pop(given)
+            given += 1
+        if not busy and upcoming is None:
+            break
+        for connection in wait(list(busy)):
+            index, worker = busy.pop(cast(Connection, connection))
+            done[index] = worker.receive()
+            idle.append(worker)
+    if failure is not None:
+        raise failure
+
+
+class _Worker:
+    """One process with a pipe of its own: nothing is shared that a dying worker could hold."""
+
+    def __init__(self, tokenizer: bytes, options: ChatOptions) -> None:
+        context = forkserver()
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, tokenizer, options), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def send(self, rows: list[bytes]) -> None:
+        try:
+            self.connection.send(rows)
+        except OSError:
+            raise self._died() from None
+
+    def receive(self) -> Encoded:
+        """The result of the rows sent. Raises what the worker raised, UserError if it died."""
+        try:
+            result = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+        if isinstance(result, BaseException):
+            raise result
+        assert isinstance(result, Encoded)
+        return result
+
+    def _died(self) -> UserError:
+        self._process.join(5)
+        return UserError(
+            f"a worker process died (exit code {self._process.exitcode}; -9 is often for lack of "
+            "memory): run it again, it continues; fewer --workers need less memory"
+        )
+
+    def stop(self) -> None:
+        self.connection.close()
+        self._process.terminate()
+        self._process.join()
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
@@ -166,32 +241,20 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _chain(first: list[Work[Tag]], rest: Iterator[Work[Tag]]) -> Iterator[Work[Tag]]:
-    yield from first
-    yield from rest
-
-
-_encoder: Any = None
-
-
-def _start(tokenizer: bytes, options: ChatOptions) -> None:
-    """Once in every worker."""
-    global _encoder
+def _serve(connection: Connection, tokenizer: bytes, options: ChatOptions) -> None:
+    """Encode what comes until the other end closes, as it also does when the parent is killed."""
     from dflash_ext.data.encode import RowEncoder
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    _encoder = RowEncoder(pickle.loads(tokenizer), options)
-
-
-def _leave_with_parent() -> None:
-    """A worker of a killed parent would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _work(rows: list[bytes]) -> Encoded:
-    return encode_rows(_encoder, rows)
+    encoder = RowEncoder(pickle.loads(tokenizer), options)
+    try:
+        while True:
+            rows = connection.recv()
+            try:
+                result: Encoded | BaseException = encode_rows(encoder, rows)
+            except Exception as error:
+                result = error
+            connection.send(result)
+    except (EOFError, OSError):
+        return
