@@ -311,6 +311,7 @@ def loop(
             record = metrics | {"seconds": seconds} | speed | source.memory()
             monitor.log("train", position, record | step_record(result, optimizer))
             if validates(position, job.steps, every):
+                ranks.watch.doing(f"validating after step {position}", patience=2)
                 held_out = validate()
                 monitor.log("validation", position, held_out)
             stage.update(position, job.steps, note(metrics, held_out, result, speed))

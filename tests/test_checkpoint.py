@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 
 import pytest
 import torch
@@ -11,10 +12,20 @@ from test_drafter import make
 from test_optim import NAMES, ONE, fill_gradients, snapshot
 
 from dflash_ext import checkpoint
-from dflash_ext.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
+from dflash_ext.checkpoint import (
+    CheckpointWriter,
+    Progress,
+    checkpoints,
+    load_checkpoint,
+    read_progress,
+    save_checkpoint,
+    take_snapshot,
+    write_snapshot,
+)
 from dflash_ext.config import OptimOptions
 from dflash_ext.errors import UserError
 from dflash_ext.optim import DrafterOptimizer
+from dflash_ext.topology import Course
 
 
 def pair(name="adamw", **changes):
@@ -124,3 +135,63 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     with pytest.raises(Exception, match=r"weights_only|Weights only|Unsupported"):
         load_checkpoint(path, *pair())
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_snapshot_does_not_change_with_training(tmp_path):
+    drafter, optimizer = pair()
+    advance(drafter, optimizer, range(3))
+    uses = torch.tensor([1, 2, 0], dtype=torch.int32)
+    progress = Progress(3, 0.5, Course(2, 1, 1, 9, 1, 2))
+    shot = take_snapshot(drafter, optimizer, progress, uses)
+    before = snapshot(drafter, optimizer)
+    uses += 1
+    advance(drafter, optimizer, range(3, 6))
+    path = write_snapshot(tmp_path, shot, keep=1)
+    other, resumed = pair()
+    assert load_checkpoint(path, other, resumed)[0] == read_progress(path) == progress
+    assert load_checkpoint(path, other, resumed)[1].tolist() == [1, 2, 0]
+    for a, b in zip(before, snapshot(other, resumed)):
+        assert torch.equal(a, b)
+
+
+def test_one_write_at_a_time_beside_training(tmp_path, monkeypatch):
+    drafter, optimizer = pair()
+    begun, go = threading.Event(), threading.Event()
+    write, running = checkpoint.write_snapshot, []
+
+    def slow(*args, **keywords):
+        running.append(1)
+        assert len(running) == 1
+        begun.set()
+        assert go.wait(20)
+        path = write(*args, **keywords)
+        running.pop()
+        return path
+
+    monkeypatch.setattr(checkpoint, "write_snapshot", slow)
+    writer = CheckpointWriter(tmp_path, keep=2)
+    writer.write(take_snapshot(drafter, optimizer, Progress(1)))
+    assert begun.wait(20)  # and this thread is free
+    assert checkpoints(tmp_path) == []
+    threading.Timer(0.2, go.set).start()
+    writer.write(take_snapshot(drafter, optimizer, Progress(2)))  # waits for the first
+    assert [path.name for path in checkpoints(tmp_path)][:1] == ["step-1"]
+    writer.wait()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-1", "step-2"]
+
+
+def test_a_failed_write_surfaces_at_the_next_call(tmp_path, monkeypatch):
+    drafter, optimizer = pair()
+    writer = CheckpointWriter(tmp_path, keep=1)
+
+    def full(*args, **keywords):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        writer.write(take_snapshot(drafter, optimizer, Progress(1)))
+        with pytest.raises(OSError, match="No space left"):
+            writer.write(take_snapshot(drafter, optimizer, Progress(2)))
+    writer.write(take_snapshot(drafter, optimizer, Progress(3)))
+    writer.wait()
+    assert os.listdir(tmp_path) == ["step-3"]

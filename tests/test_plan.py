@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -87,3 +89,18 @@ def test_schedule_restarts_anywhere():
     assert walked == [batch for epoch in range(4) for batch in plan(samples, 3, epoch)]
     fresh = Schedule(lengths, anchors, seed=3, **BUDGETS)
     assert [fresh.batch(step) for step in reversed(range(steps))] == walked[::-1]
+
+
+def test_a_million_samples_are_planned_in_seconds():
+    """1.1 M samples of realistic lengths, the headline's budgets: below 5 s and 500 MiB."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(6.3, 0.8, 1_100_000).astype(np.int64), 16, 8192)
+    anchors = np.minimum(lengths // 2, 512)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    budgets = {"token_budget": 49152, "max_documents": 64, "anchor_budget": 32768}
+    batches = plan_epoch(lengths, anchors, seed=0, epoch=0, **budgets)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime - before.ru_utime < 5  # of the processor: others may share it
+    assert after.ru_maxrss - before.ru_maxrss < 500 * 1024
+    assert sum(map(len, batches)) == len(lengths)
+    assert lengths.sum() / 49152 / len(batches) > 0.93

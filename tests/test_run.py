@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from dflash_ext.config import RunOptions, TrainConfig
+from dflash_ext.config import BatchOptions, RunOptions, TopologyOptions, TrainConfig
 from dflash_ext.errors import UserError
 from dflash_ext.run import claim_run, keep_identity
 
@@ -136,3 +137,25 @@ def test_identity(tmp_path):
     (tmp_path / "identity.json").unlink()
     with pytest.raises(UserError, match="is missing"):
         keep_identity(tmp_path, before, resumed=True)
+
+
+def test_what_may_change_when_a_run_goes_on(tmp_path):
+    """The topology, and with it the micro-batches of each drafter; nothing that is trained on."""
+    used_run(tmp_path)
+    begun = TrainConfig(run=RunOptions(dir=tmp_path, resume="auto"))
+    for free in (
+        {"topology": TopologyOptions(targets=5, drafters=3)},
+        {"batch": BatchOptions(accumulate=3)},
+    ):
+        with claim_run(dataclasses.replace(begun, **free)) as (_, checkpoint):
+            assert checkpoint == tmp_path / "checkpoints/step-1"
+    for fixed in (
+        {"batch": BatchOptions(token_budget=1024)},
+        {"epochs": 3},
+        {"steps": 7},
+    ):
+        with (
+            pytest.raises(UserError, match=f"has {next(iter(fixed))} "),
+            claim_run(dataclasses.replace(begun, **fixed)),
+        ):
+            pass

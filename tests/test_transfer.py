@@ -9,7 +9,7 @@ import torch
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.errors import FeatureError
-from dflash_ext.transfer import FeatureBatch
+from dflash_ext.transfer import Announcement, FeatureBatch
 
 TAPS, WIDTH = (1, 9, 17, 25, 33), 8
 
@@ -104,3 +104,42 @@ def test_wrong_taps_are_refused():
     refused(batch, r"expected taps \[1, 9, 17, 25, 33\], got \[1, 17", tap_ids=(1, 17, 9, 25, 33))
     narrow = torch.randn(batch.num_tokens, len(TAPS) * (WIDTH - 1))
     refused(batch, r"expected 5 taps × 8 = 40 columns, got shape", features=narrow)
+
+
+def announcement(batch: PackedBatch, **changes) -> Announcement:
+    good = Announcement(
+        kind="held-out",
+        index=12345678901,
+        shape=(batch.num_tokens, len(TAPS) * WIDTH),
+        dtype=torch.bfloat16,
+        tap_ids=TAPS,
+        sample_ids=batch.sample_ids,
+        token_hash=batch.token_hash(),
+        rows=batch.num_tokens,
+        waited=0.25,
+        elapsed=1.5,
+        reserved=3 << 33,
+    )
+    return dataclasses.replace(good, **changes)
+
+
+@pytest.mark.parametrize("count", [1, 2, 64])
+def test_a_header_carries_everything(count):
+    batch = packed([10**9 + i for i in range(count)])
+    size = Announcement.size(64, len(TAPS))
+    for told in (
+        announcement(batch),
+        announcement(batch, kind="train", dtype=torch.float32, waited=0.0, reserved=0),
+    ):
+        header = told.encode(size)
+        assert (header.dtype, header.shape) == (torch.int64, (size,))
+        assert Announcement.decode(header) == told
+
+
+def test_a_damaged_header_or_too_many_documents_are_refused():
+    batch = packed(list(range(65)))
+    size = Announcement.size(64, len(TAPS))
+    with pytest.raises(FeatureError, match="65 documents and 5 taps do not fit"):
+        announcement(batch).encode(size)
+    with pytest.raises(FeatureError, match=r"header .* is damaged"):
+        Announcement.decode(torch.zeros(size, dtype=torch.int64))
