@@ -168,6 +168,15 @@ def test_an_extended_store_keeps_its_samples_and_knows_its_former_self(tmp_path)
     assert content(first) == content(store)[:2]
     assert (store.prefix(first.identity), store.prefix(store.identity)) == (2, 3)
     assert store.prefix("another") is None
+    former = store.as_of(first.identity)
+    assert (former.identity, content(former)) == (first.identity, content(first))
+    for name in ("rows", "keys", "lengths", "candidates"):
+        assert getattr(former, name).tolist() == getattr(first, name).tolist()
+    assert (former.prefix(first.identity), former.batch([1]).input_ids.tolist()) == (2, [4])
+    with pytest.raises(UserError, match="sample 2"):
+        former.sample(2)
+    with pytest.raises(UserError, match="never was what the run began on"):
+        store.as_of("another")
     assert store.identity == write(tmp_path / "copy", extended).identity
     assert store.identity != first.identity
 

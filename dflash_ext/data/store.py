@@ -8,6 +8,7 @@ had committed, and a reader sees the last *complete* state while the store is be
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import os
@@ -24,13 +25,13 @@ from torch import Tensor
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.data.registry import cache_dir, locked, private_dir
-from dflash_ext.data.store_files import (  # noqa: F401  (code_version: encode.py until it moved)
+from dflash_ext.data.store_files import (
     FILES,
     bytes_of,
     cache_key,
-    code_version,
     content_key,
     damaged,
+    differences,
     identity_of,
     map_file,
     new_index,
@@ -90,9 +91,9 @@ class StoreWriter:
         if self._index["settings"] == self._settings:
             return
         self._lock.close()
-        differences = ", ".join(_differences(self._index["settings"], self._settings))
+        found = ", ".join(differences(self._index["settings"], self._settings))
         raise UserError(
-            f"{self.path} was prepared otherwise ({differences}): samples made in two ways do not "
+            f"{self.path} was prepared otherwise ({found}): samples made in two ways do not "
             "mix; name another store, or remove this one"
         )
 
@@ -248,19 +249,6 @@ class StoreWriter:
             self.close()
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What differs, with values where they are short."""
-    found: list[str] = []
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b)
-        elif a != b:
-            short = max(len(str(a)), len(str(b))) <= 20
-            found.append(f"{name} {a}, now {b}" if short else f"another {name}")
-    return found
-
-
 class TokenStore:
     """A complete store, mapped read-only. Open it with `TokenStore.open(path)`."""
 
@@ -314,12 +302,22 @@ class TokenStore:
         return len(self.lengths)
 
     def prefix(self, identity: str) -> int | None:
-        """How many of the first samples are the whole store whose `identity` this was; or none.
+        """How many of the first samples were the whole store when it had that identity; or none.
 
-        A run that began on a shorter store may continue: those samples are the same, in the same
-        places, and the ones behind them are new.
+        They are the same in the same places, so a run that began on them may continue.
         """
         return len(self) if identity == self.identity else self._prefixes.get(identity)
+
+    def as_of(self, identity: str) -> TokenStore:
+        """This store as it was when that was its `identity`. UserError if it never was."""
+        samples = self.prefix(identity)
+        if samples is None:
+            raise UserError(f"{self.path} never was what the run began on: name the store it was")
+        former = copy.copy(self)
+        former.identity = identity
+        former.rows, former.keys = self.rows[:samples], self.keys[:samples]
+        former.lengths, former.candidates = self.lengths[:samples], self.candidates[:samples]
+        return former
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
         """(ids int64 [n], mask bool [n]) of one sample, copied out of the map."""

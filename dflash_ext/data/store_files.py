@@ -168,3 +168,16 @@ def code_version(*files: str) -> str:
     for file in files:
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What differs, with values where they are short."""
+    found: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b)
+        elif a != b:
+            short = max(len(str(a)), len(str(b))) <= 20
+            found.append(f"{name} {a}, now {b}" if short else f"another {name}")
+    return found

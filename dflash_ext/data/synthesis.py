@@ -30,7 +30,8 @@ from dflash_ext.data.decoding import (
 )
 from dflash_ext.data.encode import identity
 from dflash_ext.data.rows import ChatOptions, SkipRow
-from dflash_ext.data.store import StoreWriter, TokenStore, cache_key, cached_store, code_version
+from dflash_ext.data.store import StoreWriter, TokenStore, cached_store
+from dflash_ext.data.store_files import cache_key, code_version
 from dflash_ext.data.templates import SENTINEL, check_tokenizer, end_of_turn, render
 from dflash_ext.errors import UserError
 
