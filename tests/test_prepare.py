@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -227,6 +228,28 @@ def test_damage_keeps_the_rows_before_it(tmp_path, workers, monkeypatch):
     path.write_bytes(gzip.compress(data))
     store, report = make(tmp_path / "s", str(path))
     assert (len(store), report.rows) == (3000, 3000)
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 3)
+    source = write(tmp_path / "d.jsonl", GOOD)
+    real, calls = os.fsync, 0
+
+    def full(descriptor):
+        nonlocal calls
+        calls += 1
+        if calls > 24:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*: No space left on device"):
+        make(tmp_path / "s", source, commit_seconds=0.0)
+    monkeypatch.setattr(os, "fsync", real)
+    with pytest.raises(UserError, match=r"was never finished \([36] rows are done\)"):
+        TokenStore.open(tmp_path / "s")
+    store, report = make(tmp_path / "s", source)
+    assert (len(store), report.rows) == (9, 9)
 
 
 def test_empty_files_and_nothing_to_train(tmp_path):

@@ -89,7 +89,7 @@ def prepare(
             )
         writer.close(run.info())
         return report
-    except BaseException:
+    except BaseException as error:
         # Kept is what can be continued from: nothing, if no row was any good.
         if writer.samples:
             with suppress(OSError):
@@ -97,6 +97,10 @@ def prepare(
             writer.release()
         else:
             writer.discard()
+        if isinstance(error, OSError) and error.filename is None:  # of a write: a full disk
+            raise UserError(
+                f"cannot write {path}: {error.strerror}; what was committed is kept, run it again"
+            ) from None
         raise
 
 
@@ -151,7 +155,7 @@ class _Run:
                     for i, row in ((i, rows[i]) for i in kept)
                 ]
                 numbers = [block.rows[i][0] for i in kept]
-                encode_now = [texts[i] for i, fate in zip(kept, fates) if fate is NEW]
+                encode_now = [texts[i] for i, fate in zip(kept, fates) if fate == NEW]
                 yield _Batch(block.source, numbers, keys[kept], fates, done), encode_now
             before += source.size
 
@@ -165,7 +169,7 @@ class _Run:
         index = 0
         for i, (number, fate) in enumerate(zip(batch.numbers, batch.fates)):
             skipped: tuple[str, str] | None
-            if fate is NEW:
+            if fate == NEW:
                 skipped = encoded.outcomes[index]
                 if skipped is None and not self._ledger.is_new_content(key_of[index]):
                     skipped = (DUPLICATE_REASON, "the same tokens")

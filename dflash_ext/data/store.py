@@ -15,6 +15,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -228,7 +229,8 @@ class StoreWriter:
 
     def _release(self) -> None:
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # what a full disk did not take was not committed either
+                file.close()
         self._files = {}
         self._lock.close()
 
