@@ -42,7 +42,8 @@ def test_shared_memory_over_the_limit_fails_the_build() -> None:
 import dataclasses, tempfile, pathlib
 from dflash_kernels import compile, variants
 kernel = variants.kernel_named("attention_bwd_dq")
-large = dataclasses.replace(kernel, small={})            # the tile that only large GPUs can hold
+deep = {128: kernel.choices[128] | dict(STAGES=4)}       # a tile that only large GPUs can hold
+large = dataclasses.replace(kernel, choices=deep, small={})
 compile.build(variants.Variant(large, 128, 86), pathlib.Path(tempfile.mkdtemp()))
 """
     done = run(script)
@@ -58,7 +59,7 @@ import dataclasses, tempfile, pathlib
 from dflash_kernels import compile, variants
 kernel = variants.kernel_named("attention_layout")
 variant = variants.Variant(kernel, 0, 90)
-ptx = compile.compile_variant(variant).asm["ptx"]
+ptx = compile.compile_variant(variant)[0].asm["ptx"]
 compile.abi_gate(variant, ptx)                            # agrees as declared
 wrong = dataclasses.replace(kernel, arguments=kernel.arguments | {"num_ctx": "i32*"})
 compile.abi_gate(variants.Variant(wrong, 0, 90), ptx)
@@ -71,12 +72,12 @@ compile.abi_gate(variants.Variant(wrong, 0, 90), ptx)
 def test_declared_arguments_must_be_the_functions() -> None:
     script = """
 import dataclasses
-from dflash_kernels import variants
+from dflash_kernels import spec, variants
 for kernel in variants.KERNELS:
-    variants.check_signature(kernel)
+    spec.check_signature(kernel)
 kernel = variants.kernel_named("attention_fwd")
 swapped = dict(reversed(kernel.arguments.items()))
-variants.check_signature(dataclasses.replace(kernel, arguments=swapped))
+spec.check_signature(dataclasses.replace(kernel, arguments=swapped))
 """
     assert "ValueError: attention_fwd: declared" in run(script).stderr.splitlines()[-1]
 

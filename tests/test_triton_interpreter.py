@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,37 @@ triton = pytest.importorskip("triton", reason="pip install -e '.[kernels]' bring
 if triton.__version__ != "3.6.0":
     pytest.skip("these are sources for Triton 3.6.0", allow_module_level=True)
 
-from dflash_kernels import attention  # noqa: E402
+from dflash_kernels import attention_backward, attention_forward  # noqa: E402
 from dflash_kernels import layout as layout_kernels  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from dflash_ext.ops.layout import AttentionLayout, Schedule, schedule_reference  # noqa: E402
 
 KEY_TILE = 16  # small tiles: full, partial and empty tiles all occur in small problems
-ROW_TILE = 32
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One choice of constexprs for the three kernels."""
+
+    name: str
+    rows: int = 32
+    pair: int = 0
+    own: int = 16
+    keys: int = 16
+    """Context rows per tile of the row kernels and of the dK/dV kernel."""
+    heads: int = 1
+    """Query heads in a tile of the dK/dV kernel; 0: as many as divide G, with tensor maps."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TILES = (
+    Tiles("single"),
+    Tiles("pair", rows=64, pair=1, own=32, keys=32),
+    Tiles("maps", rows=64, pair=1, heads=0),
+)
 
 
 def nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -54,57 +79,63 @@ def run_schedule(layout: AttentionLayout) -> Schedule:
     return made
 
 
-def run_attention(t: tuple[torch.Tensor, ...], layout: AttentionLayout, dout: torch.Tensor) -> list:
+def descriptor(x: torch.Tensor, rows: int, heads: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, heads, x.shape[2]])
+
+
+def run_attention(
+    t: tuple[torch.Tensor, ...], layout: AttentionLayout, dout: torch.Tensor, tiles: Tiles
+) -> list[torch.Tensor]:
     """Output and the five gradients through the three kernels."""
-    q, k_ctx, _, k_blk, _ = t
+    q, k_ctx, v_ctx, k_blk, _ = t
     (rows, Hq, D), Hkv, T = q.shape, k_blk.shape[1], layout.num_ctx
     B, G = layout.block_size, Hq // Hkv
     schedule = run_schedule(layout)
     out, dq = nan(*q.shape, dtype=q.dtype), nan(*q.shape, dtype=q.dtype)
     dk, dv = nan(*k_ctx.shape, dtype=q.dtype), nan(*k_ctx.shape, dtype=q.dtype)
     dk_blk, dv_blk = nan(*k_blk.shape, dtype=q.dtype), nan(*k_blk.shape, dtype=q.dtype)
-    lse, delta = nan(Hq, rows), nan(Hq, rows)
+    lse, pairs = nan(Hq, rows), nan(Hq, rows, 2)
     strides = [s for x in t for s in x.stride()[:2]]
-    sizes = [layout.num_blocks, T, Hkv, B, G, layout.window_or_none, int(layout.causal)]
+    options = [layout.window_or_none, int(layout.causal)]
     scale = D**-0.5
     log2 = scale * math.log2(math.e)
     interval = (layout.ctx_start, layout.ctx_end)
     order = (schedule.doc_first, schedule.doc_last)
-    row_grid = (-(-rows * G // ROW_TILE) * Hkv,)
-    tile = dict(D=D, M=ROW_TILE, BN=KEY_TILE, STAGES=1)
-    attention.attention_fwd_kernel[row_grid](
-        *t, out, lse, *interval, *order, *strides, *sizes, log2, OWN=16, **tile
-    )
-    attention.attention_bwd_dq_kernel[row_grid](
-        *t,
-        out,
-        dout,
-        lse,
-        delta,
-        dq,
-        *interval,
-        *order,
-        *strides,
-        *sizes,
-        log2,
-        scale,
-        OWN=16,
-        **tile,
-    )
-    key_grid = ((-(-T // KEY_TILE) + -(-rows // KEY_TILE)) * Hkv,)
-    attention.attention_bwd_dkv_kernel[key_grid](
-        *t, dout, lse, delta, dk, dv, dk_blk, dv_blk, *interval, schedule.ranges,
-        *strides, *sizes, log2, scale, **tile,
+    row_grid = (-(-rows * G // tiles.rows) * Hkv,)
+    sizes = [layout.num_blocks, Hkv, B, G]
+    maps = int(tiles.heads == 0 and T > 0)
+    key_maps = [descriptor(x, tiles.keys, 1) if maps else 0 for x in (k_ctx, v_ctx)]
+    tile = dict(D=D, M=tiles.rows, BN=tiles.keys, OWN=tiles.own, STAGES=1, EDGE_STAGES=1, TMA=maps)
+    attention_forward.attention_fwd_kernel[row_grid](
+        *t, *key_maps, out, lse, *interval, *order, *strides, *sizes, *options, log2,
+        PAIR=tiles.pair, **tile,
+    )  # fmt: skip
+    attention_backward.attention_bwd_dq_kernel[row_grid](
+        *t, *key_maps, out, dout, lse, pairs, dq, *interval, *order,
+        *strides, *sizes, *options, log2, scale, **tile,
+    )  # fmt: skip
+    M = 32
+    heads = G & -G if maps else 1
+    row_maps = [descriptor(x, M // heads, heads) if maps else 0 for x in (q, dout)]
+    key_grid = ((-(-T // tiles.keys) + -(-rows // tiles.keys)) * Hkv,)
+    attention_backward.attention_bwd_dkv_kernel[key_grid](
+        *t, *row_maps, dout, pairs, dk, dv, dk_blk, dv_blk, *interval, schedule.ranges,
+        *strides, layout.num_blocks, T, Hkv, B, G, heads, *options, log2, scale,
+        D=D, BN=tiles.keys, M=M, EDGE=16, KEY_TILE=KEY_TILE, STAGES=1, EDGE_STAGES=1, TMA=maps,
     )  # fmt: skip
     return [out, dq, dk, dv, dk_blk, dv_blk]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("tiles", "dtype"),
+    [(TILES[0], torch.float32), (TILES[1], torch.float16), (TILES[2], torch.float32)],
+    ids=lambda x: str(x).removeprefix("torch."),
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_match_reference(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_match_reference(case: Case, tiles: Tiles, dtype: torch.dtype) -> None:
     t, layout, dout = make_inputs(case, dtype=dtype)
     truth = reference_gradients(t, layout, dout, torch.float64)
-    ours = run_attention(t, layout, dout)
+    ours = run_attention(t, layout, dout, tiles)
     # fp16 rounds probabilities and dS to 2^-11 as bf16 does on the GPU, so its bound is loose.
     bound = 3e-6 if dtype == torch.float32 else 4e-3
     for name, x, y in zip(("out", "dq", "dk", "dv", "dk_blk", "dv_blk"), ours, truth, strict=True):
@@ -119,3 +150,19 @@ def test_layout_kernel_matches_searches(case: Case, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("dflash_ext.ops.layout._C", type("C", (), {"KEY_TILE": KEY_TILE}))
     for ours, truth in zip(run_schedule(layout), schedule_reference(layout), strict=True):
         assert torch.equal(ours, truth)
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+def test_nan_in_rows_that_nobody_sees_stays_there(tiles: Tiles) -> None:
+    """Tiles reach past the last visible row; what is there must not enter even as 0 * NaN."""
+    case = Case("unseen", (70,), (9, 17, 40), B=8, padding=2)
+    t, layout, dout = make_inputs(case)
+    before = run_attention(t, layout, dout, tiles)
+    seen = max(case.anchors)
+    for x in t[1:3]:
+        x[seen:] = math.nan
+    after = run_attention(t, layout, dout, tiles)
+    for i in (0, 1, 4, 5):
+        assert torch.equal(before[i], after[i])
+    for i in (2, 3):
+        assert torch.equal(before[i][:seen], after[i][:seen])

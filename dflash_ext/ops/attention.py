@@ -128,10 +128,10 @@ def _check_alignment(name: str, x: Tensor) -> None:
             f"{name} has strides {x.stride()}: row and head strides must be multiples of "
             f"{STRIDE_ALIGNMENT} elements, call .contiguous()"
         )
-    # Rows are addressed in 64 bits, the heads of one row in 32.
-    if row >= 2**31 or x.shape[1] * head >= 2**31:
+    # Rows are addressed in 64 bits, the bytes of one row in 32.
+    if row >= 2**30 or x.shape[1] * head >= 2**30:
         raise ValueError(
-            f"{name} has strides {x.stride()}: one row must span less than 2**31 elements, call "
+            f"{name} has strides {x.stride()}: one row must span less than 2**30 elements, call "
             ".contiguous()"
         )
 
@@ -150,19 +150,23 @@ def forced_path(path: str) -> Iterator[None]:
 
 
 def attention_path(t: Tensors, layout: AttentionLayout) -> str:
-    """Which kernels a call takes: "cpu", "hopper" or "triton" (everything Hopper's do not cover)."""
+    """Which kernels a call takes: "cpu", "hopper" or "triton" (what Hopper's do not cover)."""
     if not t.q.is_cuda:
         return "cpu"
     rows_per_block = layout.block_size * (t.q.shape[1] // t.k_blk.shape[1])
-    covered = (
+    covered = HOPPER_TILE % rows_per_block == 0 and _tensor_maps_fit(t, layout)
+    return _forced_path.get() or ("hopper" if covered else "triton")
+
+
+def _tensor_maps_fit(t: Tensors, layout: AttentionLayout) -> bool:
+    """Whether the device has kernels that read by tensor maps, and maps can describe t."""
+    return (
         _C.device_images(t.q.device.index) == (HOPPER_ARCHITECTURE, False)
         and t.q.shape[2] in HOPPER_HEAD_DIMS
-        and HOPPER_TILE % rows_per_block == 0
         and layout.num_ctx > 0  # a tensor map has no empty tensors
         and layout.num_blocks > 0
         and t.q.shape[0] * t.q.shape[1] < 2**31  # rows of all heads, as TMA counts them
     )
-    return _forced_path.get() or ("hopper" if covered else "triton")
 
 
 def hopper_own_tile(block_size: int, gqa_ratio: int) -> int:
@@ -311,7 +315,9 @@ class _Kernels(NamedTuple):
 
 def _kernels(t: Tensors, layout: AttentionLayout, path: str) -> _Kernels:
     if path == "triton":
-        return _Kernels(_C.attention_fwd, _C.attention_bwd_dq, _C.attention_bwd_dkv, {}, None)
+        prefix = "attention_tma_" if _tensor_maps_fit(t, layout) else "attention_"
+        made = (getattr(_C, prefix + name) for name in ("fwd", "bwd_dq", "bwd_dkv"))
+        return _Kernels(*made, {}, None)
     own = hopper_own_tile(layout.block_size, t.q.shape[1] // t.k_blk.shape[1])
     # The persistent programs draw their work from a counter; the launcher zeroes it each time.
     counter = torch.empty(1, dtype=torch.int32, device=t.q.device)
@@ -349,7 +355,8 @@ def _backward_cuda(
     path: str,
 ) -> list[Tensor]:
     dq, dk_ctx, dv_ctx, dk_blk, dv_blk = grads = [_contiguous_like(x) for x in t]
-    delta = torch.empty_like(lse)
+    # rowsum(out * dout) per row; the plain kernels keep pairs (lse, delta) there.
+    delta = lse.new_empty((*lse.shape, 2) if path == "triton" else lse.shape)
     assert layout.schedule is not None
     kernels = _kernels(t, layout, path)
     shared = _cuda_arguments(t, layout, scale) | {

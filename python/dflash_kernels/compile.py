@@ -4,11 +4,14 @@
 
 Writes OUT_DIR/<stem>.bin (a cubin, or the text of the fallback PTX) and <stem>.json (what the
 launcher and the report need) per variant. Fails, naming the variant, when the image would
-not run: too much shared memory, or parameters other than the C++ launcher will pass.
+not run (too much shared memory, parameters other than the C++ launcher will pass) or would run far
+below its tile's speed (serialised matrix products, spills in a loop of products: gates.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -19,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # byte-reproducible images, 2-4x smaller
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"  # printed by Triton; `compile_variant` catches it
+os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # an image from the cache comes without that log
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -26,6 +31,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
+from dflash_kernels.gates import serialised_products, spills_in_product_loops
 from dflash_kernels.spec import TYPES, Argument, Computed, TensorMap, VectorMap, check_signature
 from dflash_kernels.variants import Variant, kernel_named, unit_variants
 
@@ -38,7 +44,8 @@ class GateError(RuntimeError):
     """The compiled image must not be shipped."""
 
 
-def compile_variant(variant: Variant) -> Any:
+def compile_variant(variant: Variant) -> tuple[Any, str]:
+    """Triton's compiled kernel and what ptxas said about it."""
     kernel = variant.kernel
     constants = dict(variant.constants)
     num_warps = constants.pop("num_warps")
@@ -49,20 +56,26 @@ def compile_variant(variant: Variant) -> Any:
             signature[name] = "constexpr"
             continue
         kind = kernel.arguments[name]
-        signature[name] = signature_type(kind, constants)
+        signature[name] = signature_type(kind, constants, kernel.fn.is_gluon())
         if isinstance(kind, str) and TYPES[kind][3]:
             promises[(index,)] = [["tt.divisibility", 16]]
-    source = (GluonASTSource if kernel.only_sm else ASTSource)(
+    source = (GluonASTSource if kernel.fn.is_gluon() else ASTSource)(
         kernel.fn, signature, constants, promises
     )
     options = {"num_warps": num_warps, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", variant.sm, 32), options=options)
+    log = io.StringIO()
+    with contextlib.redirect_stdout(log):
+        target = GPUTarget("cuda", variant.sm, 32)
+        compiled = triton.compile(source, target=target, options=options)
+    return compiled, log.getvalue()
 
 
-def signature_type(kind: Argument, constants: dict[str, Any]) -> str:
-    """The type as Triton's signature spells it."""
+def signature_type(kind: Argument, constants: dict[str, Any], gluon: bool) -> str:
+    """The type as Triton's signature spells it; plain Triton chooses a map's layout itself."""
     if isinstance(kind, TensorMap):
         block = [constants[n] if isinstance(n, str) else n for n in kind.block]
+        if not gluon:
+            return f"tensordesc<bf16{block}>"
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
         return f"tensordesc<bf16{block},{layout!r}>"
     if isinstance(kind, VectorMap):
@@ -108,14 +121,31 @@ def shared_memory_gate(variant: Variant, shared: int) -> None:
         )
 
 
-def resource_usage(cubin: bytes) -> dict[str, int]:
-    """Registers and stack bytes per thread; a stack means spills or run-time indexed arrays."""
+def speed_gate(variant: Variant, log: str, cubin: bytes) -> None:
+    """No message that ptxas serialised the products, no local memory in a loop of products."""
+    if "Compiling entry function" not in log:
+        raise GateError(f"{variant.stem}: no log of ptxas to read, got {log[:200]!r}")
+    if serialised := serialised_products(log):
+        raise GateError(f"{variant.stem}: ptxas serialised the products, {serialised[0]}")
+    listing = cuobjdump(cubin, "-sass")
+    if spills := spills_in_product_loops(listing, expect_loops=variant.head_dim > 0):
+        raise GateError(
+            f"{variant.stem}: {len(spills)} spills in a loop of products, the first {spills[0]}"
+        )
+
+
+def cuobjdump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        return subprocess.run(
+            [CUOBJDUMP, what, file.name], capture_output=True, text=True, check=True
         ).stdout
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes per thread; a stack means spills or run-time indexed arrays."""
+    text = cuobjdump(cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if not found:
         raise GateError(f"cuobjdump printed no resource usage: {text[:200]!r}")
@@ -123,10 +153,11 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def build(variant: Variant, out: Path) -> None:
-    compiled = compile_variant(variant)
+    compiled, log = compile_variant(variant)
     ptx, cubin, metadata = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
     abi_gate(variant, ptx)
     shared_memory_gate(variant, metadata.shared)
+    speed_gate(variant, log, cubin)
     if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
         raise GateError(f"{variant.stem}: needs scratch memory or clusters, the launcher has none")
     image = ptx.encode() + b"\0" if variant.ptx else cubin

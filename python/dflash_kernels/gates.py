@@ -127,14 +127,21 @@ def product_loops(
     return found
 
 
-def spills_in_product_loops(sass: str) -> list[str]:
-    """Local-memory accesses inside loops of matrix products, as "LDL at 0x3a40"."""
+def spills_in_product_loops(sass: str, expect_loops: bool = False) -> list[str]:
+    """Local-memory accesses inside loops of matrix products, as "LDL at 0x3a40".
+
+    Raises ValueError on a listing without instructions or, if they are expected, without loops:
+    a listing that is not understood must not pass.
+    """
     code = parse(sass)
     if not code:
         raise ValueError("no instructions in the listing")
     blocks, edges = blocks_and_edges(code)
     products = {n for n, block in enumerate(blocks) if any("MMA" in i.opcode for i in block)}
-    inside = set().union(*product_loops(range(len(blocks)), edges, products))
+    loops = product_loops(range(len(blocks)), edges, products)
+    if expect_loops and not loops:
+        raise ValueError("no loop of matrix products in the listing")
+    inside = set().union(*loops)
     return [
         f"{i.opcode.split('.')[0]} at {i.address:#x}"
         for n in sorted(inside)

@@ -11,9 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_kernels import attention, layout
+from dflash_kernels import layout
+from dflash_kernels.attention_variants import ATTENTION_KERNELS, KEY_TILE
 from dflash_kernels.hopper_variants import HOPPER_KERNELS
-from dflash_kernels.spec import Argument, Kernel, pointers
+from dflash_kernels.spec import Kernel, pointers
 
 HEAD_DIMS = (64, 128, 256)
 DEFAULT_ARCHITECTURES = (80, 86, 90, 100, 120)
@@ -31,82 +32,8 @@ SHARED_MEMORY_LIMIT = {
     120: SMALL,
 }
 
-_STRIDES: dict[str, Argument] = {
-    f"{name}_{axis}": "stride"
-    for name in ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
-    for axis in ("row", "head")
-}
-_SIZES: dict[str, Argument] = dict.fromkeys(
-    ("num_blocks", "num_ctx", "num_kv_heads", "B", "G", "window", "causal"), "i32"
-)
-
-
-# KEY_TILE is fixed for every architecture because the layout's `ranges` are counted in it.
-KEY_TILE = 64
-
 KERNELS = (
-    Kernel(
-        name="attention_fwd",
-        fn=attention.attention_fwd_kernel,
-        arguments=pointers("q k_ctx v_ctx k_blk v_blk out", "bf16*")
-        | pointers("lse", "f32*")
-        | pointers("ctx_start ctx_end doc_first doc_last", "i32*")
-        | _STRIDES
-        | _SIZES
-        | {"scale_log2": "f32"},
-        grid="ceil_div(int64_t(num_blocks) * B * G, tile) * num_kv_heads",
-        tile="M",
-        choices={
-            # 128 rows: at 64 the L2 would have to deliver about 8 TB/s (docs/kernel_notes.md).
-            64: dict(M=128, BN=64, OWN=32, STAGES=3, num_warps=4),
-            128: dict(M=128, BN=64, OWN=32, STAGES=3, num_warps=8),
-            # 256 columns of fp32 accumulator: 64 rows over 8 warps keep it in registers.
-            256: dict(M=64, BN=32, OWN=32, STAGES=2, num_warps=8),
-        },
-        small={128: dict(STAGES=2)},
-    ),
-    Kernel(
-        name="attention_bwd_dq",
-        fn=attention.attention_bwd_dq_kernel,
-        arguments=pointers("q k_ctx v_ctx k_blk v_blk out dout", "bf16*")
-        | pointers("lse delta", "f32*")
-        | pointers("dq", "bf16*")
-        | pointers("ctx_start ctx_end doc_first doc_last", "i32*")
-        | _STRIDES
-        | _SIZES
-        | {"scale_log2": "f32", "scale": "f32"},
-        grid="ceil_div(int64_t(num_blocks) * B * G, tile) * num_kv_heads",
-        tile="M",
-        choices={
-            64: dict(M=64, BN=64, OWN=32, STAGES=2, num_warps=4),
-            # H200, product TFLOP/s on shapes A/C/D: 500/456/560, against 480/421/503 for 64 rows
-            # with 4 warps and 440/397/479 with 2 stages.
-            128: dict(M=128, BN=64, OWN=32, STAGES=3, num_warps=8),
-            256: dict(M=64, BN=32, OWN=32, STAGES=1, num_warps=8),
-        },
-        small={128: dict(M=64, BN=32, STAGES=2, num_warps=4)},
-    ),
-    Kernel(
-        name="attention_bwd_dkv",
-        fn=attention.attention_bwd_dkv_kernel,
-        arguments=pointers("q k_ctx v_ctx k_blk v_blk dout", "bf16*")
-        | pointers("lse delta", "f32*")
-        | pointers("dk_ctx dv_ctx dk_blk dv_blk", "bf16*")
-        | pointers("ctx_start ctx_end ranges", "i32*")
-        | _STRIDES
-        | _SIZES
-        | {"scale_log2": "f32", "scale": "f32"},
-        grid="(ceil_div(num_ctx, tile) + ceil_div(int64_t(num_blocks) * B, tile)) * num_kv_heads",
-        tile="BN",
-        choices={
-            64: dict(BN=KEY_TILE, M=64, STAGES=2, num_warps=4),
-            # H200, A/C/D: 364/329/433, against 322/261/394 for 64 rows, 200/171/224 for 8 warps
-            # (two accumulators of 64 x 128 leave few registers for the tiles).
-            128: dict(BN=KEY_TILE, M=32, STAGES=2, num_warps=4),
-            256: dict(BN=KEY_TILE, M=32, STAGES=1, num_warps=8),
-        },
-        small={256: dict(M=16)},
-    ),
+    *ATTENTION_KERNELS,
     Kernel(
         name="attention_layout",
         fn=layout.attention_layout_kernel,
