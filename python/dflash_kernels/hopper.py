@@ -1,10 +1,12 @@
 """What the Hopper kernels share: rings of shared memory, work items, and who sees which tile.
 
-The kernels are written in Gluon, Triton's explicit dialect: one producer warpgroup feeds shared
-memory with TMA, two consumer warpgroups compute with wgmma. A work item is one TILE of 128 query
-rows (forward, dQ) or 128 keys (dK/dV) of one key-value head; each consumer has 64 of them. Programs
-are persistent and draw items from a counter, so the next item's loads overlap this one's arithmetic
-and no program idles at the end.
+The kernels are written in Gluon, Triton's explicit dialect. A work item is one TILE of 128 query
+rows (forward, dQ) or 128 keys (dK/dV) of one key-value head. Programs are persistent, with four
+partitions each: two consumer warpgroups compute with wgmma, 64 rows or keys each; a loader warp
+feeds shared memory with TMA; a scheduler warp draws the next item from a counter and finds what it
+covers. So an item's loads overlap the arithmetic of the one before, and no program idles at the end.
+The scheduler is apart because finding an item takes three dependent trips to L2, longer than the
+loader may be away from its rings.
 
 Rows are flattened (block, slot, head of the group) triples as in attention.py. Here B and G are
 powers of two with B*G <= 128, so a tile holds whole blocks and the divisions are shifts; both stay
@@ -15,15 +17,18 @@ The two differ only in the map: 64 rows of D elements land in shared memory in t
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 TILE = gl.constexpr(128)  # rows or keys of a work item
 HALF = gl.constexpr(64)  # of one consumer warpgroup
 CONSUMERS = gl.constexpr(2)
 LOG_TILE = gl.constexpr(7)
+# The score of a hidden pair: finite, so that rows that see nothing (padding) stay free of NaN, and
+# far enough below any score that its probability is exactly 0 in rows that see something.
+HIDDEN = gl.constexpr(-1e30)
 # Cells of the message that comes with a work item; the first is the item, or -1: no more.
-CELLS = gl.constexpr(4)
+CELLS = gl.constexpr(6)
 
 
 @aggregate
@@ -89,27 +94,30 @@ def new_ring(slots, STAGES: gl.constexpr):
 
 @aggregate
 class Items:
-    """The work items of a program: a two-deep ring of messages, full when an item's data is."""
+    """The work items of a program as messages from the scheduler, two deep, and the way back."""
 
     cells: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    wanted: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, cells, full, empty):
+    def __init__(self, cells, full, empty, wanted):
         self.cells = cells
         self.full = full
         self.empty = empty
+        self.wanted = wanted
 
     @gluon.jit
     def write(self, r, cell: gl.constexpr, value):
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        """Scheduler."""
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         at = self.cells.index((r & 1) * CELLS + cell)
         at.store(gl.zeros([1], gl.int32, layout) + value)
 
     @gluon.jit
     def read(self, r, cell: gl.constexpr):
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         return gl.sum(self.cells.index((r & 1) * CELLS + cell).load(layout), 0)
 
     @gluon.jit
@@ -117,14 +125,7 @@ class Items:
         mbarrier.wait(self.empty.index(r & 1), ((r >> 1) & 1) ^ 1)
 
     @gluon.jit
-    def announce(self, r, bytes: gl.constexpr):
-        """The message is written; the item is full when `bytes` have arrived by TMA."""
-        gl.thread_barrier()
-        mbarrier.expect(self.full.index(r & 1), bytes)
-
-    @gluon.jit
-    def announce_alone(self, r):
-        """The message is written and has no data with it."""
+    def send(self, r):
         gl.thread_barrier()
         mbarrier.arrive(self.full.index(r & 1), count=1)
 
@@ -132,43 +133,40 @@ class Items:
     def end(self, r):
         self.wait_empty(r)
         self.write(r, 0, -1)
-        self.announce_alone(r)
+        self.send(r)
 
     @gluon.jit
     def take(self, r):
-        """Wait for item r; returns its number, or -1."""
+        """Consumers and loader: wait for message r; returns the item, or -1: no more."""
         mbarrier.wait(self.full.index(r & 1), (r >> 1) & 1)
         return self.read(r, 0)
 
     @gluon.jit
     def release(self, r):
+        """Message r has been read."""
         gl.thread_barrier()
         mbarrier.arrive(self.empty.index(r & 1), count=1)
 
     @gluon.jit
-    def release_previous(self, r):
-        """The buffers of item r - 1 have been read out, also by its stores: they may be refilled.
+    def want_next(self):
+        """Loader, once an item, where the scheduler waits for it."""
+        mbarrier.arrive(self.wanted.index(0), count=1)
 
-        Called some time into item r, when those stores have long been done.
-        """
-        if r > 0:
-            tma.store_wait(0)
-            self.release(r - 1)
+    @gluon.jit
+    def wait_wanted(self, r):
+        """Scheduler: until the loader is near the end of item r."""
+        mbarrier.wait(self.wanted.index(0), r & 1)
 
 
 @gluon.jit
 def new_items():
     cells = gl.allocate_shared_memory(gl.int32, [2 * CELLS, 1], mbarrier.MBarrierLayout())
-    return Items(cells, new_barriers(2, 1), new_barriers(2, CONSUMERS))
+    return Items(cells, new_barriers(2, 1), new_barriers(2, CONSUMERS + 1), new_barriers(1, 1))
 
 
 @gluon.jit
 def draw_item(counter_ptr):
-    """The next item after the first `num_programs`, which the programs have by their number.
-
-    To be drawn late, before the last load of the present item: a program that draws early commits
-    itself to work that another one would be free for sooner.
-    """
+    """The next item after the first `num_programs`, which the programs have by their number."""
     return gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
 
 
@@ -222,34 +220,31 @@ class Blocks:
         return ((first + (1 << log_tile) - 1) >> log_tile) + (last >> log_tile) - i
 
     @gluon.jit
-    def tile_interval(self, t):
-        """Context rows [lo, hi) that some row of tile t sees. Blocks are sorted: its ends decide.
+    def key_tiles(self, t, BN: gl.constexpr):
+        """The tiles of BN keys that row tile t walks: lo, how many, and which all of its rows see.
 
-        Never empty: a tile that sees no context walks one key tile that is hidden from all of its
-        rows, which spares every kernel a second path.
+        Tile i covers context rows lo + i * BN and on; tiles [before, before + full) are visible to
+        every row. Blocks are sorted, so the first and the last one decide. There is always one tile:
+        rows that see no context walk one that is hidden from all of them, which spares the kernels
+        a second path.
         """
         log_tile = LOG_TILE - self.log_b - self.log_g
         first = t << log_tile
         last = gl.minimum(first + (1 << log_tile), self.num_blocks) - 1
-        end = gl.load(self.ctx_end_ptr + last)
-        while (gl.load(self.ctx_start_ptr + last) > end) & (last > first):  # padding comes last
+        first_start = gl.load(self.ctx_start_ptr + first)
+        first_end = gl.load(self.ctx_end_ptr + first)
+        last_start = gl.load(self.ctx_start_ptr + last)
+        last_end = gl.load(self.ctx_end_ptr + last)
+        lo = gl.maximum(first_start, first_end - self.window + 1)
+        full_lo = gl.maximum(last_start, last_end - self.window + (1 << self.log_b))
+        while (last_start > last_end) & (last > first):  # padding blocks come last and see nothing
             last -= 1
-            end = gl.load(self.ctx_end_ptr + last)
-        lo = gl.load(self.ctx_end_ptr + first) - self.window + 1
-        lo = gl.maximum(gl.load(self.ctx_start_ptr + first), lo)
-        return lo, gl.maximum(end, lo + 1)
-
-    @gluon.jit
-    def full_interval(self, t, WG: gl.constexpr):
-        """Context rows [lo, hi) that EVERY row of a consumer's half of tile t sees."""
-        row = t * TILE + WG * HALF
-        first = row >> (self.log_b + self.log_g)
-        last = (row + HALF - 1) >> (self.log_b + self.log_g)
-        first = gl.minimum(first, self.num_blocks - 1)
-        last = gl.minimum(last, self.num_blocks - 1)
-        lo = gl.load(self.ctx_end_ptr + last) - self.window + (1 << self.log_b)
-        lo = gl.maximum(gl.load(self.ctx_start_ptr + last), lo)
-        return lo, gl.load(self.ctx_end_ptr + first)
+            last_start = gl.load(self.ctx_start_ptr + last)
+            last_end = gl.load(self.ctx_end_ptr + last)
+        tiles = gl.maximum((last_end - lo + BN - 1) // BN, 1)
+        before = gl.minimum((gl.maximum(full_lo - lo, 0) + BN - 1) // BN, tiles)
+        full = gl.maximum(gl.maximum(first_end - lo, 0) // BN - before, 0)
+        return lo, tiles, before, gl.minimum(full, tiles - before)
 
     @gluon.jit
     def rows(self, row):
@@ -271,8 +266,56 @@ class Blocks:
 
 
 @gluon.jit
+def schedule_row_tiles(
+    items,
+    blocks,
+    counter_ptr,
+    doc_first_ptr,
+    doc_last_ptr,
+    num_items,
+    num_kv_heads,
+    BN: gl.constexpr,
+):
+    """Scheduler of the kernels whose items are row tiles: as far ahead as there are messages.
+
+    A document's short tiles come last, so a program that sits on two of them at the end keeps
+    nobody waiting; and items of one or two key tiles are over before a late draw is answered.
+    """
+    r = 0
+    item = gl.program_id(0)
+    while item < num_items:
+        t = blocks.tile_in_document_order(item // num_kv_heads, doc_first_ptr, doc_last_ptr)
+        lo, tiles, before, full = blocks.key_tiles(t, BN)
+        items.wait_empty(r)
+        items.write(r, 0, item)
+        items.write(r, 1, t)
+        items.write(r, 2, lo)
+        items.write(r, 3, tiles)
+        items.write(r, 4, before)
+        items.write(r, 5, full)
+        items.send(r)
+        item = draw_item(counter_ptr)
+        r += 1
+    items.end(r)
+
+
+@gluon.jit
+def hide(s, i, lo, before, full, lower, end, BN: gl.constexpr, layout: gl.constexpr):
+    """Scores of key tile i, HIDDEN where a row does not see the key; nothing to do in full tiles.
+
+    A tile past the full ones, the usual case, is cut only where the rows' intervals end.
+    """
+    if (i < before) | (i >= before + full):
+        key = lo + i * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+        s = gl.where(key[None, :] < end[:, None], s, HIDDEN)
+        if i < before:
+            s = gl.where(key[None, :] >= lower[:, None], s, HIDDEN)
+    return s
+
+
+@gluon.jit
 def load_keys(keys_map, ring, position, first, kv_head, BN: gl.constexpr, D: gl.constexpr):
-    """Producer: a tile of BN keys (or values) into the ring, as soon as its slot is free."""
+    """Loader: a tile of BN keys (or values) into the ring, as soon as its slot is free."""
     ring.wait_empty(position)
     full = ring.full_barrier(position)
     mbarrier.expect(full, BN * D * 2)
@@ -280,31 +323,56 @@ def load_keys(keys_map, ring, position, first, kv_head, BN: gl.constexpr, D: gl.
 
 
 @gluon.jit
-def load_own(
-    own_map,
+def own_rows(
     ring,
-    position,
+    base,
+    VALUES: gl.constexpr,
+    WG: gl.constexpr,
+    OWN: gl.constexpr,
+    BN: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Where `load_own` puts the own keys (or values) of a half: [OWN, 1, D]."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+    if 2 * CONSUMERS * OWN <= BN:
+        slot = ring.slot(base)._reinterpret(gl.bfloat16, [2 * CONSUMERS, OWN, 1, D], LAYOUT)
+        rows = slot.index(CONSUMERS * VALUES + WG)
+    else:
+        slot = ring.slot(base + VALUES)
+        rows = slot._reinterpret(gl.bfloat16, [CONSUMERS, OWN, 1, D], LAYOUT).index(WG)
+    return rows
+
+
+@gluon.jit
+def load_own(
+    k_own_map,
+    v_own_map,
+    ring,
+    base,
     blocks,
     t,
     kv_head,
-    BN: gl.constexpr,
     OWN: gl.constexpr,
+    BN: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Producer: the own keys (or values) of both halves of row tile t into one slot of the ring."""
-    gl.static_assert(CONSUMERS * OWN <= BN)
-    ring.wait_empty(position)
-    full = ring.full_barrier(position)
-    mbarrier.expect(full, CONSUMERS * OWN * D * 2)
-    slot = ring.slot(position)._reinterpret(gl.bfloat16, [CONSUMERS, OWN, 1, D], own_map.layout)
-    for g in gl.static_range(CONSUMERS):
-        own_from = [blocks.first_own_key(t, g), kv_head, 0]
-        tma.async_copy_global_to_shared(own_map, own_from, full, slot.index(g))
+    """Loader: own keys and values of both halves of row tile t: one slot, or one for each."""
+    SHARED: gl.constexpr = 2 * CONSUMERS * OWN <= BN
+    for values in gl.static_range(2):
+        at = base + (0 if SHARED else values)
+        if values == 0 or not SHARED:
+            ring.wait_empty(at)
+            mbarrier.expect(ring.full_barrier(at), (2 if SHARED else 1) * CONSUMERS * OWN * D * 2)
+        own_map = v_own_map if values else k_own_map
+        for g in gl.static_range(CONSUMERS):
+            own_from = [blocks.first_own_key(t, g), kv_head, 0]
+            rows = own_rows(ring, base, values, g, OWN, BN, D)
+            tma.async_copy_global_to_shared(own_map, own_from, ring.full_barrier(at), rows)
 
 
 @gluon.jit
 def load_rows(rows_map, ring, position, blocks, t, kv_head, D: gl.constexpr):
-    """Producer: row tile t (of Q, dO or O) into a slot of 128 rows, one half after the other."""
+    """Loader: row tile t (of Q, dO or O) into a slot of 128 rows, one half after the other."""
     ring.wait_empty(position)
     full = ring.full_barrier(position)
     mbarrier.expect(full, TILE * D * 2)
@@ -316,7 +384,19 @@ def load_rows(rows_map, ring, position, blocks, t, kv_head, D: gl.constexpr):
 
 @gluon.jit
 def half_of_slot(ring, position, WG: gl.constexpr, D: gl.constexpr):
-    """A consumer's 64 rows of a slot that `load_rows` filled."""
+    """A consumer's 64 rows of a slot of 128, as a matrix."""
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     slot = ring.slot(position)._reinterpret(gl.bfloat16, [CONSUMERS, HALF, D], FLAT)
     return slot.index(WG)
+
+
+@gluon.jit
+def store_half(rows_map, ring, position, WG: gl.constexpr, at, D: gl.constexpr):
+    """Store a consumer's 64 rows of a slot by TMA, after they were written by ordinary stores."""
+    ROWS: gl.constexpr = rows_map.block_shape[0]
+    HEADS: gl.constexpr = rows_map.block_shape[1]
+    SHAPE: gl.constexpr = [CONSUMERS, ROWS, HEADS, D]
+    slot = ring.slot(position)._reinterpret(gl.bfloat16, SHAPE, rows_map.layout)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(rows_map, at, slot.index(WG))

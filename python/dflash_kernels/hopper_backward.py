@@ -8,7 +8,6 @@ writes delta = rowsum(out * dout), which dK/dV reads on the same stream.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -27,6 +26,9 @@ from dflash_kernels.hopper import (
     load_rows,
     new_items,
     new_ring,
+    own_rows,
+    schedule_row_tiles,
+    store_half,
 )
 
 
@@ -35,6 +37,16 @@ def _scores(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexp
     """Start a b^T, both in shared memory with D as their second dimension."""
     zero = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _tile_in_order(i, tiles, before, full):
+    """Index of the i-th tile that dQ walks: first those that some row does not see, then the others.
+
+    The loop over the others then has no branch: 4 % on long contexts.
+    """
+    edges = tiles - full
+    return gl.where(i < before, i, gl.where(i < edges, i + full, i - edges + before))
 
 
 @gluon.jit
@@ -52,47 +64,40 @@ def _load_for_dq(
     k_ring,
     v_ring,
     blocks,
-    counter_ptr,
-    doc_first_ptr,
-    doc_last_ptr,
-    num_items,
     num_kv_heads,
     D: gl.constexpr,
     BN: gl.constexpr,
     OWN: gl.constexpr,
 ):
+    OWN_SLOTS: gl.constexpr = 1 if 4 * OWN <= BN else 2
     k_position = 0
     v_position = 0
     r = 0
-    item = gl.program_id(0)
-    while item < num_items:
+    item = items.take(0)
+    while item >= 0:
+        t = items.read(r, 1)
+        lo = items.read(r, 2)
+        tiles = items.read(r, 3)
+        before = items.read(r, 4)
+        full = items.read(r, 5)
+        items.release(r)
         kv_head = item % num_kv_heads
-        t = blocks.tile_in_document_order(item // num_kv_heads, doc_first_ptr, doc_last_ptr)
-        lo, hi = blocks.tile_interval(t)
-        items.wait_empty(r)
-        items.write(r, 0, item)
-        items.write(r, 1, t)
-        items.write(r, 2, lo)
-        items.write(r, 3, hi)
-        items.announce_alone(r)
         # In the order in which the previous item sets the buffers free. `out` passes through a slot
         # of the K ring, only to give delta.
         load_rows(q_map, q_ring, r, blocks, t, kv_head, D)
         load_rows(out_map, k_ring, k_position, blocks, t, kv_head, D)
-        load_own(v_own_map, v_ring, v_position, blocks, t, kv_head, BN, OWN, D)
+        load_own(k_own_map, v_own_map, v_ring, v_position, blocks, t, kv_head, OWN, BN, D)
         load_rows(dout_map, do_ring, r, blocks, t, kv_head, D)
-        load_own(k_own_map, k_ring, k_position + 1, blocks, t, kv_head, BN, OWN, D)
-        k_position += 2
-        v_position += 1
-        for n in range(lo, hi, BN):
-            if n + BN >= hi:
-                item = draw_item(counter_ptr)
+        k_position += 1
+        v_position += OWN_SLOTS
+        for i in range(0, tiles):
+            n = lo + _tile_in_order(i, tiles, before, full) * BN
             load_keys(k_ctx_map, k_ring, k_position, n, kv_head, BN, D)
             load_keys(v_ctx_map, v_ring, v_position, n, kv_head, BN, D)
             k_position += 1
             v_position += 1
         r += 1
-    items.end(r)
+        item = items.take(r)
 
 
 @gluon.jit
@@ -103,15 +108,15 @@ def _delta(out, dout, D: gl.constexpr):
 
 
 @gluon.jit
-def _probability(
-    s, n, lse, lower, end, full_lo, full_hi, scale_log2, BN: gl.constexpr, S: gl.constexpr
-):
-    """P of a context tile starting at n, exactly 0 where a row does not see the key."""
-    p = gl.exp2(s * scale_log2 - lse[:, None])
-    if (n < full_lo) | (n + BN > full_hi):
-        key = n + gl.arange(0, BN, layout=gl.SliceLayout(0, S))
-        p = gl.where((key[None, :] >= lower[:, None]) & (key[None, :] < end[:, None]), p, 0.0)
-    return p
+def _cut(p, blocks, t, WG: gl.constexpr, n, BN: gl.constexpr, S: gl.constexpr):
+    """P of the context rows from n on, exactly 0 where a row does not see the key.
+
+    The rows' intervals are loaded again for each such tile: the loops need every register.
+    """
+    row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
+    token, block, lower, end = blocks.rows(row)
+    key = n + gl.arange(0, BN, layout=gl.SliceLayout(0, S))
+    return gl.where((key[None, :] >= lower[:, None]) & (key[None, :] < end[:, None]), p, 0.0)
 
 
 @gluon.jit
@@ -122,7 +127,7 @@ def _differentiate_q(
     items,
     q_ring,
     do_ring,
-    dq_sm,
+    dq_ring,
     k_ring,
     v_ring,
     blocks,
@@ -140,8 +145,7 @@ def _differentiate_q(
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     OWN_ROW: gl.constexpr = gl.SliceLayout(1, OWN_S)
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    OWN_SHAPE: gl.constexpr = [CONSUMERS, OWN, D]
+    OWN_SLOTS: gl.constexpr = 1 if 4 * OWN <= BN else 2
     num_rows = blocks.num_rows()
     k_base = 0  # ring positions of the item's first entries
     v_base = 0
@@ -150,20 +154,19 @@ def _differentiate_q(
     while item >= 0:
         t = items.read(r, 1)
         lo = items.read(r, 2)
-        hi = items.read(r, 3)
-        items.release(r)
+        tiles = items.read(r, 3)
+        before = items.read(r, 4)
+        full = items.read(r, 5)
         kv_head = item % num_kv_heads
-        tiles = (hi - lo + BN - 1) // BN
-        k_first = k_base + 2  # of the first context tile
-        v_first = v_base + 1
+        k_first = k_base + 1  # of the first context tile
+        v_first = v_base + OWN_SLOTS
         row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=ROW)
         row_at = kv_head.to(gl.int64) * num_rows + row
         lse = gl.load(lse_ptr + row_at, mask=row < num_rows, other=float("inf"))
-        full_lo, full_hi = blocks.full_interval(t, WG)
         token, block, lower, end = blocks.rows(row)
 
-        q = half_of_slot(q_ring, 0, WG, D)
-        do = half_of_slot(do_ring, 0, WG, D)
+        q = half_of_slot(q_ring, r, WG, D)
+        do = half_of_slot(do_ring, r, WG, D)
         do_ring.wait_full(r)
         k_ring.wait_full(k_base)
         delta = _delta(half_of_slot(k_ring, k_base, WG, D), do, D)
@@ -172,10 +175,11 @@ def _differentiate_q(
         gl.store(delta_ptr + row_at, delta, mask=row < num_rows)
 
         q_ring.wait_full(r)
-        k_ring.wait_full(k_base + 1)
         v_ring.wait_full(v_base)
-        own_k = k_ring.slot(k_base + 1)._reinterpret(gl.bfloat16, OWN_SHAPE, FLAT).index(WG)
-        own_v = v_ring.slot(v_base)._reinterpret(gl.bfloat16, OWN_SHAPE, FLAT).index(WG)
+        if OWN_SLOTS == 2:
+            v_ring.wait_full(v_base + 1)
+        own_k = own_rows(v_ring, v_base, 0, WG, OWN, BN, D).reshape([OWN, D])
+        own_v = own_rows(v_ring, v_base, 1, WG, OWN, BN, D).reshape([OWN, D])
         own_s_token = _scores(q, own_k, HALF, OWN, OWN_S)
         own_dp_token = _scores(do, own_v, HALF, OWN, OWN_S)
         own_key = blocks.first_own_key(t, WG) + gl.arange(0, OWN, layout=gl.SliceLayout(0, OWN_S))
@@ -183,7 +187,8 @@ def _differentiate_q(
             own_key, gl.convert_layout(token, OWN_ROW), gl.convert_layout(block, OWN_ROW)
         )
         own_s, own_dp = warpgroup_mma_wait(0, deps=(own_s_token, own_dp_token))
-        v_ring.release(v_base)
+        if OWN_SLOTS == 2:
+            v_ring.release(v_base + 1)
         own_p = gl.exp2(own_s * scale_log2 - gl.convert_layout(lse, OWN_ROW)[:, None])
         own_p = gl.where(visible, own_p, 0.0)
         own_ds = own_p * (own_dp - gl.convert_layout(delta, OWN_ROW)[:, None])
@@ -197,12 +202,27 @@ def _differentiate_q(
         k_ring.wait_full(k_first)
         s_token = _scores(q, k_ring.slot(k_first).reshape([BN, D]), HALF, BN, S)
         s, acc = warpgroup_mma_wait(0, deps=(s_token, acc_token))
-        k_ring.release(k_base + 1)
+        v_ring.release(v_base)
 
-        for j in range(0, tiles - 1):
+        edges = gl.minimum(tiles - full, tiles - 1)
+        for j in range(0, edges):
             v_ring.wait_full(v_first + j)
             dp_token = _scores(do, v_ring.slot(v_first + j).reshape([BN, D]), HALF, BN, S)
-            p = _probability(s, lo + j * BN, lse, lower, end, full_lo, full_hi, scale_log2, BN, S)
+            n = lo + gl.where(j < before, j, j + full) * BN
+            p = _cut(gl.exp2(s * scale_log2 - lse[:, None]), blocks, t, WG, n, BN, S)
+            dp = warpgroup_mma_wait(0, deps=(dp_token,))
+            v_ring.release(v_first + j)
+            ds = gl.convert_layout((p * (dp - delta[:, None])).to(gl.bfloat16), P)
+            k_ring.wait_full(k_first + j + 1)
+            s_token = _scores(q, k_ring.slot(k_first + j + 1).reshape([BN, D]), HALF, BN, S)
+            k_tile = k_ring.slot(k_first + j).reshape([BN, D])
+            acc_token = warpgroup_mma(ds, k_tile, acc, is_async=True)
+            s, acc = warpgroup_mma_wait(0, deps=(s_token, acc_token))
+            k_ring.release(k_first + j)
+        for j in range(edges, tiles - 1):
+            v_ring.wait_full(v_first + j)
+            dp_token = _scores(do, v_ring.slot(v_first + j).reshape([BN, D]), HALF, BN, S)
+            p = gl.exp2(s * scale_log2 - lse[:, None])
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
             v_ring.release(v_first + j)
             ds = gl.convert_layout((p * (dp - delta[:, None])).to(gl.bfloat16), P)
@@ -217,8 +237,8 @@ def _differentiate_q(
         v_last = v_first + tiles - 1
         v_ring.wait_full(v_last)
         dp_token = _scores(do, v_ring.slot(v_last).reshape([BN, D]), HALF, BN, S)
-        n = lo + (tiles - 1) * BN
-        p = _probability(s, n, lse, lower, end, full_lo, full_hi, scale_log2, BN, S)
+        n = lo + _tile_in_order(tiles - 1, tiles, before, full) * BN
+        p = _cut(gl.exp2(s * scale_log2 - lse[:, None]), blocks, t, WG, n, BN, S)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
         v_ring.release(v_last)
         do_ring.release(r)
@@ -231,11 +251,13 @@ def _differentiate_q(
 
         tma.store_wait(0)  # the previous item's dQ has long been read out of the staging buffer
         gl.thread_barrier()
-        dq_sm.index(WG).reshape([HALF, D]).store((acc * scale).to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
+        half_of_slot(dq_ring, 0, WG, D).store((acc * scale).to(gl.bfloat16))
+        # Read again rather than kept: the loops need every register.
+        t = items.read(r, 1)
+        kv_head = items.read(r, 0) % num_kv_heads
+        items.release(r)
         dq_at = [blocks.first_token(t, WG), kv_head << blocks.log_g, 0]
-        tma.async_copy_shared_to_global(dq_map, dq_at, dq_sm.index(WG))
+        store_half(dq_map, dq_ring, 0, WG, dq_at, D)
         r += 1
         item = items.take(r)
     tma.store_wait(0)
@@ -276,12 +298,13 @@ def hopper_bwd_dq_kernel(
 ):
     q_sm = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, 1, D], k_ctx_map.layout)
     do_sm = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, 1, D], k_ctx_map.layout)
-    dq_sm = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, 16, 4, D], q_map.layout)
+    dq_sm = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, 1, D], k_ctx_map.layout)
     k_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 1, D], k_ctx_map.layout)
     v_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 1, D], v_ctx_map.layout)
     items = new_items()
     q_ring = new_ring(q_sm, 1)
     do_ring = new_ring(do_sm, 1)
+    dq_ring = new_ring(dq_sm, 1)  # of the consumers alone: each stages its half of dQ here
     k_ring = new_ring(k_sm, STAGES)
     v_ring = new_ring(v_sm, STAGES)
     blocks = Blocks(ctx_start_ptr, ctx_end_ptr, num_blocks, window, causal, log_b, log_g)
@@ -296,7 +319,7 @@ def hopper_bwd_dq_kernel(
                     items,
                     q_ring,
                     do_ring,
-                    dq_sm,
+                    dq_ring,
                     k_ring,
                     v_ring,
                     blocks,
@@ -318,7 +341,7 @@ def hopper_bwd_dq_kernel(
                     items,
                     q_ring,
                     do_ring,
-                    dq_sm,
+                    dq_ring,
                     k_ring,
                     v_ring,
                     blocks,
@@ -347,19 +370,28 @@ def hopper_bwd_dq_kernel(
                     k_ring,
                     v_ring,
                     blocks,
-                    counter_ptr,
-                    doc_first_ptr,
-                    doc_last_ptr,
-                    num_items,
                     num_kv_heads,
                     D,
                     BN,
                     OWN,
                 ),
             ),
+            (
+                schedule_row_tiles,
+                (
+                    items,
+                    blocks,
+                    counter_ptr,
+                    doc_first_ptr,
+                    doc_last_ptr,
+                    num_items,
+                    num_kv_heads,
+                    BN,
+                ),
+            ),
         ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
@@ -387,6 +419,49 @@ def _row_groups(blocks, t, WG: gl.constexpr, ctx_tiles, num_ctx, ranges_ptr):
 
 
 @gluon.jit
+def _schedule_key_tiles(
+    items,
+    blocks,
+    counter_ptr,
+    ranges_ptr,
+    num_items,
+    num_ctx,
+    num_kv_heads,
+):
+    ctx_tiles = (num_ctx + TILE - 1) // TILE
+    r = 0
+    item = gl.program_id(0)
+    while item < num_items:
+        t = item // num_kv_heads
+        lo, hi, full_lo, full_hi = _row_groups(blocks, t, 0, ctx_tiles, num_ctx, ranges_ptr)
+        lo_1, hi_1, full_lo, full_hi = _row_groups(blocks, t, 1, ctx_tiles, num_ctx, ranges_ptr)
+        items.wait_empty(r)
+        items.write(r, 0, item)
+        items.write(r, 1, t)
+        items.write(r, 2, gl.minimum(lo, lo_1))
+        items.write(r, 3, gl.maximum(hi, hi_1))
+        items.send(r)
+        # Key tiles are few and long, hence drawn late: a program that sits on one keeps it from those
+        # that would be free for it sooner.
+        items.wait_wanted(r)
+        item = draw_item(counter_ptr)
+        r += 1
+    items.end(r)
+
+
+@gluon.jit
+def _load_both_halves(keys_map, ring, r, first, kv_head, D: gl.constexpr):
+    """128 keys (or values) from `first` on into slot r, one consumer's 64 after the other's."""
+    ring.wait_empty(r)
+    full = ring.full_barrier(r)
+    mbarrier.expect(full, TILE * D * 2)
+    slot = ring.slot(r)._reinterpret(gl.bfloat16, [CONSUMERS, HALF, 1, D], keys_map.layout)
+    for g in gl.static_range(CONSUMERS):
+        at = [first + g * HALF, kv_head, 0]
+        tma.async_copy_global_to_shared(keys_map, at, full, slot.index(g))
+
+
+@gluon.jit
 def _load_for_dkv(
     q_map,
     dout_map,
@@ -397,16 +472,13 @@ def _load_for_dkv(
     k_ctx_map,
     v_ctx_map,
     items,
-    k_sm,
-    v_sm,
+    k_ring,
+    v_ring,
     q_ring,
     do_sm,
     lse_sm,
     delta_sm,
     blocks,
-    counter_ptr,
-    ranges_ptr,
-    num_items,
     num_ctx,
     num_kv_heads,
     D: gl.constexpr,
@@ -415,34 +487,22 @@ def _load_for_dkv(
     num_rows = blocks.num_rows()
     position = 0
     r = 0
-    item = gl.program_id(0)
-    while item < num_items:
+    item = items.take(0)
+    while item >= 0:
+        t = items.read(r, 1)
+        lo = items.read(r, 2)
+        hi = items.read(r, 3)
+        items.release(r)
         kv_head = item % num_kv_heads
-        t = item // num_kv_heads
-        lo, hi, full_lo, full_hi = _row_groups(blocks, t, 0, ctx_tiles, num_ctx, ranges_ptr)
-        lo_1, hi_1, full_lo, full_hi = _row_groups(blocks, t, 1, ctx_tiles, num_ctx, ranges_ptr)
-        lo = gl.minimum(lo, lo_1)
-        hi = gl.maximum(hi, hi_1)
-        items.wait_empty(r)
-        items.write(r, 0, item)
-        items.write(r, 1, t)
-        items.write(r, 2, lo)
-        items.write(r, 3, hi)
-        items.announce(r, 2 * TILE * D * 2)
-        full = items.full.index(r & 1)
-        for g in gl.static_range(CONSUMERS):
-            at = (r & 1) * CONSUMERS + g
-            if t < ctx_tiles:
-                keys_from = [t * TILE + g * HALF, kv_head, 0]
-                tma.async_copy_global_to_shared(k_ctx_map, keys_from, full, k_sm.index(at))
-                tma.async_copy_global_to_shared(v_ctx_map, keys_from, full, v_sm.index(at))
-            else:
-                keys_from = [(t - ctx_tiles) * TILE + g * HALF, kv_head, 0]
-                tma.async_copy_global_to_shared(k_own_map, keys_from, full, k_sm.index(at))
-                tma.async_copy_global_to_shared(v_own_map, keys_from, full, v_sm.index(at))
+        if t < ctx_tiles:
+            _load_both_halves(k_ctx_map, k_ring, r, t * TILE, kv_head, D)
+            _load_both_halves(v_ctx_map, v_ring, r, t * TILE, kv_head, D)
+        else:
+            _load_both_halves(k_own_map, k_ring, r, (t - ctx_tiles) * TILE, kv_head, D)
+            _load_both_halves(v_own_map, v_ring, r, (t - ctx_tiles) * TILE, kv_head, D)
         for group in range(lo, hi):
-            if group == hi - 1:
-                item = draw_item(counter_ptr)
+            if group == gl.maximum(hi - 3, lo):
+                items.want_next()
             q_ring.wait_empty(position)
             s = position % q_ring.stages
             full = q_ring.full_barrier(position)
@@ -455,7 +515,7 @@ def _load_for_dkv(
             tma.async_copy_global_to_shared(delta_map, row_from, full, delta_sm.index(s))
             position += 1
         r += 1
-    items.end(r)
+        item = items.take(r)
 
 
 @gluon.jit
@@ -502,8 +562,8 @@ def _differentiate_kv(
     dk_ctx_map,
     dv_ctx_map,
     items,
-    k_sm,
-    v_sm,
+    k_ring,
+    v_ring,
     q_ring,
     do_sm,
     lse_sm,
@@ -529,12 +589,14 @@ def _differentiate_kv(
         t = items.read(r, 1)
         first = items.read(r, 2)
         stop = items.read(r, 3)
+        items.release(r)
         kv_head = item % num_kv_heads
         own_tile = t >= ctx_tiles
         lo, hi, full_lo, full_hi = _row_groups(blocks, t, WG, ctx_tiles, num_ctx, ranges_ptr)
-        at = (r & 1) * CONSUMERS + WG
-        k = k_sm.index(at).reshape([HALF, D])
-        v = v_sm.index(at).reshape([HALF, D])
+        k_ring.wait_full(r)
+        v_ring.wait_full(r)
+        k = half_of_slot(k_ring, r, WG, D)
+        v = half_of_slot(v_ring, r, WG, D)
         key_from = t * TILE + WG * HALF
         if own_tile:
             key_from = key_from - ctx_tiles * TILE
@@ -546,13 +608,16 @@ def _differentiate_kv(
         q_ring.wait_full(position)
         s_token = _scores(k, q_ring.slot(position).reshape([HALF, D]), HALF, HALF, S)
         s = warpgroup_mma_wait(0, deps=(s_token,))
-        items.release_previous(r)
+        if r > 0:  # the previous item's dK and dV have been read out of its slots by now
+            tma.store_wait(0)
+            k_ring.release(r - 1)
+            v_ring.release(r - 1)
         for group in range(lo, hi - 1):
             slot = position % q_ring.stages
             do = do_sm.index(slot).reshape([HALF, D])
-            here = _recomputed(at)
-            k_here = k_sm.index(here).reshape([HALF, D])
-            v_here = v_sm.index(here).reshape([HALF, D])
+            here = _recomputed(r)
+            k_here = half_of_slot(k_ring, here, WG, D)
+            v_here = half_of_slot(v_ring, here, WG, D)
             dp_token = _scores(v_here, do, HALF, HALF, S)
             lse = lse_sm.index(slot).load(COLUMN)
             p = _probability_t(
@@ -590,14 +655,13 @@ def _differentiate_kv(
 
         k.store((dk * scale).to(gl.bfloat16))
         v.store(dv.to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
+        at = [key_from, kv_head, 0]
         if own_tile:
-            tma.async_copy_shared_to_global(dk_own_map, [key_from, kv_head, 0], k_sm.index(at))
-            tma.async_copy_shared_to_global(dv_own_map, [key_from, kv_head, 0], v_sm.index(at))
+            store_half(dk_own_map, k_ring, r, WG, at, D)
+            store_half(dv_own_map, v_ring, r, WG, at, D)
         else:
-            tma.async_copy_shared_to_global(dk_ctx_map, [key_from, kv_head, 0], k_sm.index(at))
-            tma.async_copy_shared_to_global(dv_ctx_map, [key_from, kv_head, 0], v_sm.index(at))
+            store_half(dk_ctx_map, k_ring, r, WG, at, D)
+            store_half(dv_ctx_map, v_ring, r, WG, at, D)
         r += 1
         item = items.take(r)
     tma.store_wait(0)
@@ -636,13 +700,15 @@ def hopper_bwd_dkv_kernel(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    k_sm = gl.allocate_shared_memory(gl.bfloat16, [2 * CONSUMERS, HALF, 1, D], k_ctx_map.layout)
-    v_sm = gl.allocate_shared_memory(gl.bfloat16, [2 * CONSUMERS, HALF, 1, D], v_ctx_map.layout)
+    k_sm = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, 1, D], k_ctx_map.layout)
+    v_sm = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, 1, D], v_ctx_map.layout)
     q_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 16, 4, D], q_map.layout)
     do_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 16, 4, D], dout_map.layout)
     lse_sm = gl.allocate_shared_memory(gl.float32, [STAGES, HALF], lse_map.layout)
     delta_sm = gl.allocate_shared_memory(gl.float32, [STAGES, HALF], delta_map.layout)
     items = new_items()
+    k_ring = new_ring(k_sm, 2)
+    v_ring = new_ring(v_sm, 2)
     q_ring = new_ring(q_sm, STAGES)  # dO, lse and delta of a group share its barriers
     blocks = Blocks(ctx_start_ptr, ctx_end_ptr, num_blocks, window, causal, log_b, log_g)
     gl.warp_specialize(
@@ -655,8 +721,8 @@ def hopper_bwd_dkv_kernel(
                     dk_ctx_map,
                     dv_ctx_map,
                     items,
-                    k_sm,
-                    v_sm,
+                    k_ring,
+                    v_ring,
                     q_ring,
                     do_sm,
                     lse_sm,
@@ -679,8 +745,8 @@ def hopper_bwd_dkv_kernel(
                     dk_ctx_map,
                     dv_ctx_map,
                     items,
-                    k_sm,
-                    v_sm,
+                    k_ring,
+                    v_ring,
                     q_ring,
                     do_sm,
                     lse_sm,
@@ -707,22 +773,31 @@ def hopper_bwd_dkv_kernel(
                     k_ctx_map,
                     v_ctx_map,
                     items,
-                    k_sm,
-                    v_sm,
+                    k_ring,
+                    v_ring,
                     q_ring,
                     do_sm,
                     lse_sm,
                     delta_sm,
+                    blocks,
+                    num_ctx,
+                    num_kv_heads,
+                    D,
+                ),
+            ),
+            (
+                _schedule_key_tiles,
+                (
+                    items,
                     blocks,
                     counter_ptr,
                     ranges_ptr,
                     num_items,
                     num_ctx,
                     num_kv_heads,
-                    D,
                 ),
             ),
         ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )

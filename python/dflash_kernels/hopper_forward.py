@@ -8,8 +8,6 @@ own keys travel through the K/V ring as one more tile, so that any G fits the sa
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -18,14 +16,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dflash_kernels.hopper import (
     CONSUMERS,
     HALF,
+    HIDDEN,
     TILE,
     Blocks,
-    draw_item,
+    half_of_slot,
+    hide,
     load_keys,
     load_own,
-    new_barriers,
+    load_rows,
     new_items,
     new_ring,
+    own_rows,
+    schedule_row_tiles,
+    store_half,
 )
 
 
@@ -37,61 +40,37 @@ def _load(
     k_ctx_map,
     v_ctx_map,
     items,
-    q_sm,
+    q_ring,
     k_ring,
     v_ring,
     blocks,
-    counter_ptr,
-    doc_first_ptr,
-    doc_last_ptr,
-    num_items,
     num_kv_heads,
     D: gl.constexpr,
     BN: gl.constexpr,
     OWN: gl.constexpr,
 ):
-    position = 0
+    OWN_SLOTS: gl.constexpr = 1 if 4 * OWN <= BN else 2
+    k_position = 0
+    v_position = 0
     r = 0
-    item = gl.program_id(0)
-    while item < num_items:
+    item = items.take(0)
+    while item >= 0:
+        t = items.read(r, 1)
+        lo = items.read(r, 2)
+        tiles = items.read(r, 3)
+        items.release(r)
         kv_head = item % num_kv_heads
-        t = blocks.tile_in_document_order(item // num_kv_heads, doc_first_ptr, doc_last_ptr)
-        lo, hi = blocks.tile_interval(t)
-        items.wait_empty(r)
-        items.write(r, 0, item)
-        items.write(r, 1, t)
-        items.write(r, 2, lo)
-        items.write(r, 3, hi)
-        items.announce(r, TILE * D * 2)
-        full = items.full.index(r & 1)
-        for g in gl.static_range(CONSUMERS):
-            q_at = q_sm.index((r & 1) * CONSUMERS + g)
-            q_from = [blocks.first_token(t, g), kv_head << blocks.log_g, 0]
-            tma.async_copy_global_to_shared(q_map, q_from, full, q_at)
-        load_own(k_own_map, k_ring, position, blocks, t, kv_head, BN, OWN, D)
-        load_own(v_own_map, v_ring, position, blocks, t, kv_head, BN, OWN, D)
-        position += 1
-        for n in range(lo, hi - BN, BN):
-            load_keys(k_ctx_map, k_ring, position, n, kv_head, BN, D)
-            load_keys(v_ctx_map, v_ring, position, n, kv_head, BN, D)
-            position += 1
-        item = draw_item(counter_ptr)
-        n = lo + (hi - lo - 1) // BN * BN
-        load_keys(k_ctx_map, k_ring, position, n, kv_head, BN, D)
-        load_keys(v_ctx_map, v_ring, position, n, kv_head, BN, D)
-        position += 1
+        load_rows(q_map, q_ring, r, blocks, t, kv_head, D)
+        load_own(k_own_map, v_own_map, v_ring, v_position, blocks, t, kv_head, OWN, BN, D)
+        v_position += OWN_SLOTS
+        for i in range(0, tiles):
+            n = lo + i * BN
+            load_keys(k_ctx_map, k_ring, k_position, n, kv_head, BN, D)
+            load_keys(v_ctx_map, v_ring, v_position, n, kv_head, BN, D)
+            k_position += 1
+            v_position += 1
         r += 1
-    items.end(r)
-
-
-@gluon.jit
-def _hide(s, n, lower, end, full_lo, full_hi, BN: gl.constexpr, layout: gl.constexpr):
-    """Scores of a context tile starting at n, -inf where a row does not see the key."""
-    if (n < full_lo) | (n + BN > full_hi):
-        key = n + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
-        visible = (key[None, :] >= lower[:, None]) & (key[None, :] < end[:, None])
-        s = gl.where(visible, s, float("-inf"))
-    return s
+        item = items.take(r)
 
 
 @gluon.jit
@@ -99,10 +78,9 @@ def _attend(
     out_map,
     lse_ptr,
     items,
-    q_sm,
+    q_ring,
     k_ring,
     v_ring,
-    turns,
     blocks,
     num_kv_heads,
     scale_log2,
@@ -110,7 +88,6 @@ def _attend(
     D: gl.constexpr,
     BN: gl.constexpr,
     OWN: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     OWN_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -119,38 +96,40 @@ def _attend(
     OWN_ROW: gl.constexpr = gl.SliceLayout(1, OWN_S)
     O_ROW: gl.constexpr = gl.SliceLayout(1, O)
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    OWN_SHAPE: gl.constexpr = [CONSUMERS, OWN, D]
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    OWN_SLOTS: gl.constexpr = 1 if 4 * OWN <= BN else 2
     num_rows = blocks.num_rows()
-    base = 0  # ring position of the item's own keys
-    turn = 0
+    k_base = 0  # ring positions of the item's first context tile, and of its own keys and values
+    v_base = 0
     r = 0
     item = items.take(0)
     while item >= 0:
         t = items.read(r, 1)
         lo = items.read(r, 2)
-        hi = items.read(r, 3)
+        tiles = items.read(r, 3)
+        before = items.read(r, 4)
+        full = items.read(r, 5)
+        items.release(r)
         kv_head = item % num_kv_heads
-        tiles = (hi - lo + BN - 1) // BN
-        q_slot = q_sm.index((r & 1) * CONSUMERS + WG)
-        q = q_slot.reshape([HALF, D])
-        k_ring.wait_full(base)
+        q = half_of_slot(q_ring, r, WG, D)
+        q_ring.wait_full(r)
+        v_ring.wait_full(v_base)
+        own_k = own_rows(v_ring, v_base, 0, WG, OWN, BN, D).reshape([OWN, D])
+        own_v = own_rows(v_ring, v_base, 1, WG, OWN, BN, D).reshape([OWN, D])
         own_token = warpgroup_mma(
             q,
-            k_ring.slot(base)._reinterpret(gl.bfloat16, OWN_SHAPE, FLAT).index(WG).permute((1, 0)),
+            own_k.permute((1, 0)),
             gl.zeros([HALF, OWN], gl.float32, OWN_S),
             use_acc=False,
             is_async=True,
         )
-        k_ring.wait_full(base + 1)
+        k_ring.wait_full(k_base)
         s_token = warpgroup_mma(
             q,
-            k_ring.slot(base + 1).reshape([BN, D]).permute((1, 0)),
+            k_ring.slot(k_base).reshape([BN, D]).permute((1, 0)),
             gl.zeros([HALF, BN], gl.float32, S),
             use_acc=False,
             is_async=True,
         )
-        full_lo, full_hi = blocks.full_interval(t, WG)
         row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=ROW)
         token, block, lower, end = blocks.rows(row)
         own_key = blocks.first_own_key(t, WG) + gl.arange(0, OWN, layout=gl.SliceLayout(0, OWN_S))
@@ -158,20 +137,20 @@ def _attend(
             own_key, gl.convert_layout(token, OWN_ROW), gl.convert_layout(block, OWN_ROW)
         )
         own_s = warpgroup_mma_wait(1, deps=(own_token,))
-        k_ring.release(base)
-        own_s = gl.where(own, own_s, float("-inf"))
+        if OWN_SLOTS == 2:
+            v_ring.release(v_base)
+        own_s = gl.where(own, own_s, HIDDEN)
         own_m = gl.convert_layout(gl.max(own_s, 1), ROW)
         s = warpgroup_mma_wait(0, deps=(s_token,))
-        k_ring.release(base + 1)
-        s = _hide(s, lo, lower, end, full_lo, full_hi, BN, S)
-        # Real rows see at least themselves, so m is finite; padding rows turn into NaN here and are
-        # replaced at the end.
+        k_ring.release(k_base)
+        s = hide(s, 0, lo, before, full, lower, end, BN, S)
         m = gl.maximum(own_m, gl.max(s, 1)) * scale_log2
         own_p = gl.exp2(own_s * scale_log2 - gl.convert_layout(m, OWN_ROW)[:, None])
-        v_ring.wait_full(base)
+        if OWN_SLOTS == 2:
+            v_ring.wait_full(v_base + 1)
         acc_token = warpgroup_mma(
             gl.convert_layout(own_p.to(gl.bfloat16), P),
-            v_ring.slot(base)._reinterpret(gl.bfloat16, OWN_SHAPE, FLAT).index(WG),
+            own_v,
             gl.zeros([HALF, D], gl.float32, O),
             use_acc=False,
             is_async=True,
@@ -180,26 +159,26 @@ def _attend(
         total = gl.convert_layout(gl.sum(own_p, 1), ROW) + gl.sum(pf, 1)
         p = gl.convert_layout(pf.to(gl.bfloat16), P)
         acc = warpgroup_mma_wait(0, deps=(acc_token,))
-        v_ring.release(base)
-        items.release_previous(r)
+        v_ring.release(v_base + OWN_SLOTS - 1)
+        if r > 0:  # the previous item's output has been read out of its Q slot by now
+            tma.store_wait(0)
+            q_ring.release(r - 1)
+        v_first = v_base + OWN_SLOTS
         for j in range(1, tiles):
-            k_ring.wait_full(base + 1 + j)
-            if TURNS:  # one consumer's products while the other has its softmax
-                mbarrier.wait(turns.index(WG), ((turn + j - 1) & 1) ^ (1 - WG))
+            k_ring.wait_full(k_base + j)
             s_token = warpgroup_mma(
                 q,
-                k_ring.slot(base + 1 + j).reshape([BN, D]).permute((1, 0)),
+                k_ring.slot(k_base + j).reshape([BN, D]).permute((1, 0)),
                 gl.zeros([HALF, BN], gl.float32, S),
                 use_acc=False,
                 is_async=True,
             )
-            v_ring.wait_full(base + j)
-            acc_token = warpgroup_mma(p, v_ring.slot(base + j).reshape([BN, D]), acc, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turns.index(1 - WG), count=1)
+            v_ring.wait_full(v_first + j - 1)
+            v_tile = v_ring.slot(v_first + j - 1).reshape([BN, D])
+            acc_token = warpgroup_mma(p, v_tile, acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s_token,))
-            k_ring.release(base + 1 + j)
-            s = _hide(s, lo + j * BN, lower, end, full_lo, full_hi, BN, S)
+            k_ring.release(k_base + j)
+            s = hide(s, j, lo, before, full, lower, end, BN, S)
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             alpha = gl.exp2(m - m_new)
             pf = gl.exp2(s * scale_log2 - m_new[:, None])
@@ -208,23 +187,23 @@ def _attend(
             # Everything is waited for before the loop's back edge: a wgmma in flight across it makes
             # ptxas serialise all of them (its message C7514).
             acc = warpgroup_mma_wait(0, deps=(acc_token,))
-            v_ring.release(base + j)
+            v_ring.release(v_first + j - 1)
             acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
             p = gl.convert_layout(pf.to(gl.bfloat16), P)
-        turn += tiles - 1
-        v_ring.wait_full(base + tiles)
-        acc_token = warpgroup_mma(p, v_ring.slot(base + tiles).reshape([BN, D]), acc, is_async=True)
+        k_base += tiles
+        v_last = v_first + tiles - 1
+        v_ring.wait_full(v_last)
+        acc_token = warpgroup_mma(p, v_ring.slot(v_last).reshape([BN, D]), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc_token,))
-        v_ring.release(base + tiles)
-        base += tiles + 1
+        v_ring.release(v_last)
+        v_base = v_last + 1
         real = lower <= end
-        keep = gl.convert_layout(real, O_ROW)[:, None]
-        out = gl.where(keep, acc / gl.convert_layout(total, O_ROW)[:, None], 0.0)
+        # Padding rows: their output is 0, and an infinite lse makes the backward's P exactly 0.
+        factor = gl.where(real, 1.0 / total, 0.0)
+        out = acc * gl.convert_layout(factor, O_ROW)[:, None]
         q.store(out.to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
         out_at = [blocks.first_token(t, WG), kv_head << blocks.log_g, 0]
-        tma.async_copy_shared_to_global(out_map, out_at, q_slot)
+        store_half(out_map, q_ring, r, WG, out_at, D)
         lse = gl.where(real, m + gl.log2(total), float("inf"))
         gl.store(lse_ptr + kv_head.to(gl.int64) * num_rows + row, lse, mask=row < num_rows)
         r += 1
@@ -259,17 +238,16 @@ def hopper_fwd_kernel(
     OWN: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    q_sm = gl.allocate_shared_memory(gl.bfloat16, [2 * CONSUMERS, 16, 4, D], q_map.layout)
+    q_sm = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, 1, D], k_ctx_map.layout)
     k_sm = gl.allocate_shared_memory(gl.bfloat16, [K_STAGES, BN, 1, D], k_ctx_map.layout)
     v_sm = gl.allocate_shared_memory(gl.bfloat16, [V_STAGES, BN, 1, D], v_ctx_map.layout)
     items = new_items()
+    q_ring = new_ring(q_sm, 2)
     k_ring = new_ring(k_sm, K_STAGES)
     v_ring = new_ring(v_sm, V_STAGES)
-    turns = new_barriers(CONSUMERS, 1)
     blocks = Blocks(ctx_start_ptr, ctx_end_ptr, num_blocks, window, causal, log_b, log_g)
     gl.warp_specialize(
         [
@@ -279,10 +257,9 @@ def hopper_fwd_kernel(
                     out_map,
                     lse_ptr,
                     items,
-                    q_sm,
+                    q_ring,
                     k_ring,
                     v_ring,
-                    turns,
                     blocks,
                     num_kv_heads,
                     scale_log2,
@@ -290,7 +267,6 @@ def hopper_fwd_kernel(
                     D,
                     BN,
                     OWN,
-                    TURNS,
                 ),
             ),
             (
@@ -299,10 +275,9 @@ def hopper_fwd_kernel(
                     out_map,
                     lse_ptr,
                     items,
-                    q_sm,
+                    q_ring,
                     k_ring,
                     v_ring,
-                    turns,
                     blocks,
                     num_kv_heads,
                     scale_log2,
@@ -310,7 +285,6 @@ def hopper_fwd_kernel(
                     D,
                     BN,
                     OWN,
-                    TURNS,
                 ),
             ),
             (
@@ -322,21 +296,30 @@ def hopper_fwd_kernel(
                     k_ctx_map,
                     v_ctx_map,
                     items,
-                    q_sm,
+                    q_ring,
                     k_ring,
                     v_ring,
                     blocks,
-                    counter_ptr,
-                    doc_first_ptr,
-                    doc_last_ptr,
-                    num_items,
                     num_kv_heads,
                     D,
                     BN,
                     OWN,
                 ),
             ),
+            (
+                schedule_row_tiles,
+                (
+                    items,
+                    blocks,
+                    counter_ptr,
+                    doc_first_ptr,
+                    doc_last_ptr,
+                    num_items,
+                    num_kv_heads,
+                    BN,
+                ),
+            ),
         ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )

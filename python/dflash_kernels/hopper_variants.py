@@ -87,7 +87,7 @@ def _forward(own: int, keys: int = 128) -> Kernel:
         **_persistent(_ROW_TILES),
         choices={
             # The third K stage pays for the slot that an item's own keys take in the ring.
-            d: dict(BN=keys, OWN=own, K_STAGES=3, V_STAGES=2, TURNS=0, **_WARPS)
+            d: dict(BN=keys, OWN=own, K_STAGES=2, V_STAGES=3, **_WARPS)
             for d in HEAD_DIMS
         },
         extra_host=_BLOCK_AND_RATIO | {"num_ctx": "i32"},
