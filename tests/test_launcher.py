@@ -28,6 +28,15 @@ class Record(ctypes.Structure):
 stub = ctypes.CDLL(os.environ["DFLASH_LIBCUDA"])
 stub.stub_load.restype = ctypes.POINTER(Load)
 stub.stub_record.restype = ctypes.POINTER(Record)
+class Map(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_uint64), ("extents", ctypes.c_uint64 * 3), ("strides", ctypes.c_uint64 * 2),
+                ("box", ctypes.c_uint * 3), ("rank", ctypes.c_int), ("type", ctypes.c_int), ("swizzle", ctypes.c_int)]
+stub.stub_map.restype = ctypes.POINTER(Map)
+stub.stub_last_memset.restype = ctypes.c_uint64
+def maps():
+    found = [stub.stub_map(i).contents for i in range(stub.stub_num_maps())]
+    return [dict(address=m.address, extents=list(m.extents)[:m.rank], strides=list(m.strides)[:m.rank - 1],
+                 box=list(m.box)[:m.rank], type=m.type, swizzle=m.swizzle) for m in found]
 
 def image_of(load):
     data = ctypes.string_at(load.image, 64)
@@ -43,6 +52,12 @@ def forward(device=0, stream=0, head_dim=128, num_blocks=5, num_ctx=100, num_kv_
     _C.attention_fwd(device=device, stream=stream, head_dim=head_dim, out_ptr=1, lse_ptr=2,
         ctx_start_ptr=3, ctx_end_ptr=4, doc_first_ptr=5, doc_last_ptr=6, num_blocks=num_blocks,
         num_ctx=num_ctx, num_kv_heads=num_kv_heads, B=B, G=G, window=7, causal=1, scale_log2=0.5, **args)
+def hopper(kernel, **extra):
+    args = {f"{n}_ptr": 4096 * (i + 1) for i, n in enumerate(NAMES)}
+    args |= {f"{n}_{axis}": 16 * (i + 1) * (10 if axis == "row" else 1) for i, n in enumerate(NAMES) for axis in ("row", "head")}
+    args |= dict(device=0, stream=7, head_dim=128, num_blocks=5, num_ctx=300, num_kv_heads=2, B=8, G=2, window=9, causal=0,
+                 scale_log2=0.5, ctx_start_ptr=3, ctx_end_ptr=4, counter_ptr=640)
+    getattr(_C, kernel)(**args, **extra)
 def last():
     return stub.stub_record(stub.stub_num_records() - 1).contents
 """
@@ -119,6 +134,102 @@ print(json.dumps(dict(symbol=load.symbol.decode(), grid=r.grid, block=r.block, s
     strides = [0, 1, 10, 11, 20, 21, 30, 31, 40, 41]
     half = 0x3F000000  # 0.5f
     assert r["params"] == [*pointers, *strides, 5, 100, 2, 16, 4, 7, 1, half, 0, 0]
+
+
+BF16, FLOAT32, SWIZZLE_128, NO_SWIZZLE = 9, 7, 3, 0  # cuda.h
+
+
+def row_map(address: int, row: int, head: int, *, G: int = 2) -> dict:
+    """What TMA must be told of [40 rows, 2 * G heads, 128] with these strides, 64 rows a box."""
+    return {
+        "address": address,
+        "extents": [128, 2 * G, 40],
+        "strides": [2 * head, 2 * row],
+        "box": [64, G, 64 // G],
+        "type": BF16,
+        "swizzle": SWIZZLE_128,
+    }
+
+
+def key_map(address: int, rows: int, row: int, head: int, box: int) -> dict:
+    return row_map(address, row, head) | {"extents": [128, 2, rows], "box": [64, 1, box]}
+
+
+def test_hopper_forward_encodes_its_maps_and_zeroes_its_counter(stub: dict[str, Path]) -> None:
+    script = """
+stub.stub_expect_params(59)
+hopper("hopper_fwd_own32", out_ptr=65536, lse_ptr=11, doc_first_ptr=5, doc_last_ptr=6)
+r = last()
+print(json.dumps(dict(maps=maps(), memset=stub.stub_last_memset(), memsets=stub.stub_num_memsets(), grid=r.grid,
+    block=r.block, symbol=stub.stub_load(r.load).contents.symbol.decode(), depth=stub.stub_context_depth(),
+    params=[p & 0xFFFFFFFF for p in r.params][42:59])))
+"""
+    r = result(run(stub["plain"], script))
+    assert r["maps"] == [
+        row_map(4096, 160, 16),
+        key_map(4096 * 4, 40, 640, 64, 32),
+        key_map(4096 * 5, 40, 800, 80, 32),
+        key_map(4096 * 2, 300, 320, 32, 128),
+        key_map(4096 * 3, 300, 480, 48, 128),
+        row_map(65536, 512, 128),  # contiguous: 2 * G heads of 128
+    ]
+    assert (r["memset"], r["memsets"]) == (640, 1)
+    assert r["symbol"] == "hopper_fwd_kernel"
+    assert r["block"] == 384
+    items = -(-5 * 8 * 2 // 128) * 2
+    assert r["grid"] == items < 132
+    half = 0x3F000000
+    # lse, counter, intervals, document ends; items, blocks, heads, window, causal, log2 of B and G
+    assert r["params"] == [11, 640, 3, 4, 5, 6, items, 5, 2, 9, 0, 3, 1, half, 0, 0, 0]
+    assert r["depth"] == 0
+
+
+def test_hopper_gradient_of_keys_walks_context_and_own_tiles(stub: dict[str, Path]) -> None:
+    script = """
+outs = dict(dk_blk_ptr=1 << 20, dv_blk_ptr=2 << 20, dk_ctx_ptr=3 << 20, dv_ctx_ptr=4 << 20)
+hopper("hopper_bwd_dkv", dout_ptr=8192, lse_ptr=16384, delta_ptr=32768, ranges_ptr=8, scale=2.0, **outs)
+print(json.dumps(dict(maps=maps(), grid=last().grid)))
+"""
+    r = result(run(stub["plain"], script))
+    vector = {"extents": [5 * 8 * 2 * 2], "strides": [], "box": [64]}
+    vector |= {"type": FLOAT32, "swizzle": NO_SWIZZLE}
+    assert r["maps"] == [
+        row_map(4096, 160, 16),
+        row_map(8192, 512, 128),
+        {"address": 16384, **vector},
+        {"address": 32768, **vector},
+        key_map(4096 * 4, 40, 640, 64, 64),
+        key_map(4096 * 5, 40, 800, 80, 64),
+        key_map(4096 * 2, 300, 320, 32, 64),
+        key_map(4096 * 3, 300, 480, 48, 64),
+        key_map(1 << 20, 40, 256, 128, 64),
+        key_map(2 << 20, 40, 256, 128, 64),
+        key_map(3 << 20, 300, 256, 128, 64),
+        key_map(4 << 20, 300, 256, 128, 64),
+    ]
+    assert r["grid"] == (-(-300 // 128) + 1) * 2
+
+
+def test_persistent_kernels_start_one_program_a_multiprocessor(stub: dict[str, Path]) -> None:
+    script = """
+args = {f"{n}_ptr": 4096 * (i + 1) for i, n in enumerate(NAMES)}
+args |= {f"{n}_{axis}": 128 for n in NAMES for axis in ("row", "head")}
+_C.hopper_fwd_own16(device=0, stream=0, head_dim=64, num_blocks=5000, num_ctx=300, num_kv_heads=8, B=16, G=4,
+    window=9, causal=0, scale_log2=0.5, ctx_start_ptr=3, ctx_end_ptr=4, counter_ptr=640, out_ptr=65536, lse_ptr=11,
+    doc_first_ptr=5, doc_last_ptr=6, **args)
+print(json.dumps(dict(grid=last().grid)))
+"""
+    assert result(run(stub["plain"], script))["grid"] == 132
+
+
+def test_hopper_kernels_exist_for_sm_90_alone(stub: dict[str, Path]) -> None:
+    script = """
+hopper("hopper_fwd_own32", out_ptr=65536, lse_ptr=11, doc_first_ptr=5, doc_last_ptr=6)
+"""
+    if 100 not in built():
+        pytest.skip("built without sm_100 (DFLASH_SM)")
+    done = run(stub["plain"], script, STUB_SM=100)
+    assert "hopper_fwd_own32: no kernel for head_dim 128 on Stub GPU (sm_100)" in done.stderr
 
 
 def report() -> list[dict]:
