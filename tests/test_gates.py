@@ -164,3 +164,24 @@ def test_a_tile_that_spills_fails_the_build() -> None:
 def test_a_tile_whose_products_are_serialised_fails_the_build() -> None:
     last = run(BUILD.format(kernel="attention_bwd_dkv", tile="M=128"))
     assert "GateError: attention_bwd_dkv_d128_sm90: ptxas serialised the products, C75" in last
+
+
+@needs_triton
+def test_a_map_that_the_launcher_encodes_otherwise_fails_the_build() -> None:
+    script = """
+from dflash_kernels import compile, variants
+variant = variants.Variant(variants.kernel_named("attention_tma_fwd"), 64, 90)
+compiled, _ = compile.compile_variant(variant)
+ptx, maps = compiled.asm["ptx"], compiled.metadata.tensordesc_meta
+compile.map_gate(variant, ptx, maps)                      # agrees as declared
+try:
+    compile.map_gate(variant, ptx.replace("param_1]", "param_6]"), maps)
+except compile.GateError as error:
+    assert str(error).endswith("the code reads extents or strides of k_ctx_map"), error
+else:
+    raise SystemExit("not refused")
+compile.map_gate(variant, ptx, [dict(m, swizzle=0) for m in maps])
+"""
+    last = run(script)
+    assert "GateError: attention_tma_fwd_d64_sm90: k_ctx_map is {" in last
+    assert last.endswith("the launcher encodes ([64, 1, 64], 3)")

@@ -113,6 +113,29 @@ def abi_gate(variant: Variant, ptx: str) -> None:
         raise GateError(f"{variant.stem}: PTX parameters {found}, the launcher passes {expected}")
 
 
+def map_gate(variant: Variant, ptx: str, described: list[dict[str, Any]]) -> None:
+    """The launcher encodes maps as the code expects them, and passes no extents and strides."""
+    body = ptx[ptx.index("{", ptx.index(".visible .entry")) :]
+    read = {int(n) for n in re.findall(r"_param_(\d+)\b", body)}
+    maps = []
+    position = 0
+    for name, kind in variant.kernel.arguments.items():
+        count = len(passed_parameters(kind))
+        if isinstance(kind, (TensorMap, VectorMap)):
+            maps.append((name, kind))
+            if read & set(range(position + 1, position + count)):
+                raise GateError(f"{variant.stem}: the code reads extents or strides of {name}")
+        position += count
+    for (name, kind), found in zip(maps, described, strict=True):
+        if isinstance(kind, TensorMap):
+            rows, heads, _ = (variant.constants[n] if isinstance(n, str) else n for n in kind.block)
+            expected = ([rows, heads, 64], 3)  # 128-byte rows, swizzled over 128 bytes
+        else:
+            expected = ([kind.box], 0)
+        if (list(found["block_size"]), found["swizzle"]) != expected:
+            raise GateError(f"{variant.stem}: {name} is {found}, the launcher encodes {expected}")
+
+
 def shared_memory_gate(variant: Variant, shared: int) -> None:
     if shared > variant.shared_limit:
         raise GateError(
@@ -128,7 +151,8 @@ def speed_gate(variant: Variant, log: str, cubin: bytes) -> None:
     if serialised := serialised_products(log):
         raise GateError(f"{variant.stem}: ptxas serialised the products, {serialised[0]}")
     listing = cuobjdump(cubin, "-sass")
-    if spills := spills_in_product_loops(listing, expect_loops=variant.head_dim > 0):
+    spills = spills_in_product_loops(listing, expect_loops=variant.head_dim > 0)
+    if len(spills) > variant.kernel.loop_spills:
         raise GateError(
             f"{variant.stem}: {len(spills)} spills in a loop of products, the first {spills[0]}"
         )
@@ -156,6 +180,7 @@ def build(variant: Variant, out: Path) -> None:
     compiled, log = compile_variant(variant)
     ptx, cubin, metadata = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
     abi_gate(variant, ptx)
+    map_gate(variant, ptx, metadata.tensordesc_meta or [])
     shared_memory_gate(variant, metadata.shared)
     speed_gate(variant, log, cubin)
     if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
