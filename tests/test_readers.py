@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dflash_ext.data import blocks
 from dflash_ext.data.readers import expand
 from dflash_ext.data.rows import SkipRow
+from dflash_ext.data.store import StoreWriter
 from dflash_ext.errors import UserError
 
 ROWS = [
@@ -108,9 +109,18 @@ def test_several_sources_each_once_in_order(tmp_path):
         return "".join(row["text"] for _, row in read(*names))
 
     assert texts(str(tmp_path / "*.jsonl")) == "abc"
-    assert texts(str(tmp_path / "c.jsonl"), str(tmp_path / "*")) == "cabd"
+    assert texts(str(tmp_path / "c.jsonl"), str(tmp_path / "*")) == "cab"
     assert texts(str(tmp_path)) == "abcd"
     assert texts(str(tmp_path / "**" / "*.jsonl")) == "abcd"
+    with StoreWriter(tmp_path / "store") as writer:  # its own report is no data
+        writer.append([1, 2], [True, True])
+    (tmp_path / "store" / "report.json").write_text("{}")
+    (tmp_path / ".hidden.jsonl").write_text('{"text": "x"}\n')
+    datasets.Dataset.from_list([{"text": "e"}]).save_to_disk(str(tmp_path / "saved"))
+    assert texts(str(tmp_path)) == "abcde"
+    assert texts(str(tmp_path / "**")) == "abcde"
+    with pytest.raises(UserError, match="store is a token store, not data"):
+        expand([str(tmp_path / "store")])
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def _paths(name: str) -> list[Path]:
     if path.is_dir():
         if _is_saved(path):
             return [path]
-        found = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p)[0]]
+        if _in_store(path / "x"):
+            raise UserError(f"{name} is a token store, not data to make one of")
+        found = [p for p in sorted(path.rglob("*")) if _is_data(p)]
         if not found:
             raise UserError(f"{name} holds no data file; {_SUPPORTED}")
         return found
@@ -60,13 +62,29 @@ def _paths(name: str) -> list[Path]:
         return [path]
     if glob.has_magic(name):
         matches = sorted(glob.glob(str(path), recursive=True))
-        found = [p for p in map(Path, matches) if p.is_dir() or _suffix(p)[0]]
+        found = [p for p in map(Path, matches) if _is_data(p)]
         if not found:
             raise UserError(f"{name} matches no data file; {_SUPPORTED}")
-        return [inner for p in found for inner in _paths(str(p))] if found else []
+        return found
     raise UserError(
         f"cannot read {name}: No such file; a data set of the hub is written hf:owner/name[@split]"
     )
+
+
+def _is_data(path: Path) -> bool:
+    """Is it a file of rows, and no part of a store or of what `datasets` keeps beside its files?"""
+    about = ("dataset_info.json", "dataset_dict.json", "state.json")
+    return (
+        path.is_file()
+        and bool(_suffix(path)[0])
+        and path.name not in about
+        and not path.name.startswith(".")
+        and not _in_store(path)
+    )
+
+
+def _in_store(path: Path) -> bool:
+    return (path.parent / "tokens.i32").exists()
 
 
 def _suffix(path: Path) -> tuple[str, str]:
