@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_ext.data import append_only, chat, formats, rows, templates
 from dflash_ext.data.chat import Sample, SpanFinder
-from dflash_ext.data.formats import Conversation, Text, Tokens, is_utf8, parse_row
+from dflash_ext.data.formats import Conversation, Text, Tokens, parse_row
 from dflash_ext.data.rows import ChatOptions, Row, SkipRow, has_candidate
 from dflash_ext.data.store_files import code_version
 from dflash_ext.data.templates import Renderer, check_backend
@@ -101,10 +101,7 @@ class RowEncoder:
             self._finder = SpanFinder(
                 renderer, supervise=options.supervise, reasoning=options.reasoning
             )
-        samples = self._finder.samples(parsed)
-        if not all(is_utf8(sample.text) for sample in samples):
-            raise SkipRow("text is not UTF-8", "it holds a lone surrogate")
-        return samples
+        return self._finder.samples(parsed)
 
     def _given(self, tokens: Tokens) -> Row:
         if int(tokens.ids.max()) >= self._vocabulary:
@@ -236,27 +233,29 @@ def bounds_by_bytes(lengths: np.ndarray, sample: Sample) -> list[tuple[int, int]
     span's border: the model, given the prompt alone, would have read other tokens.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
-    text = sample.text
-    flat = [position for span in sample.spans for position in span]
-    if not text.isascii():
-        flat = _byte_positions(text, flat)
-    total = len(text) if text.isascii() else len(text.encode())
-    if len(ends) == 0 or ends[-1] != total:
+    flat = _byte_positions(sample)
+    if len(ends) == 0 or ends[-1] != flat.pop():
         return None
-    found: list[int] = []
-    for position in flat:
-        # Tokens that end at or before the position.
-        count = int(np.searchsorted(ends, position, side="right"))
-        if position and (count == 0 or ends[count - 1] != position):
-            start = sample.spans[len(found) // 2][0]
-            raise SkipRow(_CROSSES, repr(text[start : start + 20]))
-        found.append(count)
+    counts = np.searchsorted(ends, flat, side="right")  # tokens that end there or before
+    exact = ends[counts - 1] == flat
+    if not exact.all():
+        # A text may begin with a span; a span never ends where it begins.
+        wrong = [i for i, good in enumerate(exact.tolist()) if not good and flat[i]]
+        if wrong:
+            start = sample.spans[wrong[0] // 2][0]
+            raise SkipRow(_CROSSES, repr(sample.text[start : start + 20]))
+    found = counts.tolist()
     return list(zip(found[::2], found[1::2]))
 
 
-def _byte_positions(text: str, positions: list[int]) -> list[int]:
+def _byte_positions(sample: Sample) -> list[int]:
+    """Bytes in front of each span's start and end, in order, and of the whole text."""
+    text = sample.text
+    flat = [position for span in sample.spans for position in span] + [len(text)]
+    if text.isascii():
+        return flat
     out, done, size = [], 0, 0
-    for position in positions:  # ascending
+    for position in flat:
         size += len(text[done:position].encode())
         done = position
         out.append(size)

@@ -213,6 +213,7 @@ def _message(message: Any) -> Message:
         out["unfinished"] = True  # cut by a limit: the model did not end this turn
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
+            _check_text(message[name])
             out[name] = message[name]
     for text in (out["content"], thoughts):
         _check_text(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ REASONING = ("keep", "mask")
 # Columns that say which format a row has, and all those that are read.
 LEADING = ("messages", "conversations", "ids", "input_ids", "prompt", "text")
 FIELDS = (*LEADING, "mask", "loss_mask", "completion", "system", "tools", "sampling")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DETAIL = 200  # characters of a row that may be repeated in a report
 
 
@@ -83,7 +85,7 @@ class ChatOptions:
             raise UserError(
                 f"template_kwargs {self.template_kwargs!r} is no JSON: {error}"
             ) from None
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or _SURROGATE.search(json.dumps(found, ensure_ascii=False)):
             raise UserError(f"template_kwargs {self.template_kwargs!r}: expected a JSON object")
         return found
 
