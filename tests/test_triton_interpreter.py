@@ -47,7 +47,7 @@ class Tiles:
 
 
 TILES = (
-    Tiles("single"),
+    Tiles("single", rows=64),
     Tiles("pair", rows=64, pair=1, own=32, keys=32),
     Tiles("maps", rows=64, pair=1, heads=0),
 )
