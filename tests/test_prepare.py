@@ -204,6 +204,28 @@ def test_an_interrupted_prepare_continues(tmp_path, workers, monkeypatch):
     assert store.identity == whole.identity
 
 
+@pytest.mark.parametrize("method", ["append_many", "log_rows", "commit"])
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_an_interruption_in_the_middle_of_a_batch(tmp_path, method, when, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", 3)
+    source = write(tmp_path / "d.jsonl", [*GOOD, b"{", GOOD[0], chat("x", "y")])
+    whole, report = make(tmp_path / "whole", source)
+    real, calls = getattr(StoreWriter, method), 0
+
+    def stop(self, *args, **options):
+        nonlocal calls
+        calls += 1
+        if calls == when + (method == "commit"):  # the first makes the store
+            raise KeyboardInterrupt
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(StoreWriter, method, stop)
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path / "s", source, commit_seconds=0.0)
+    store, continued = make(tmp_path / "s", source)
+    assert (store.identity, continued) == (whole.identity, report)
+
+
 def test_workers_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_ROWS", 3)
     rows = [x for i, row in enumerate(GOOD) for x in (row, list(BAD)[i])]

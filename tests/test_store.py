@@ -64,16 +64,19 @@ def test_a_store_written_in_pieces_is_the_same_store(tmp_path_factory, samples, 
     whole = write(folder / "whole", samples)
     path = folder / "pieces"
     left = list(samples)
-    while left:
+    for _ in range(len(samples) + 3):
         writer = StoreWriter(path, extend=True)
-        for _ in range(data.draw(st.integers(1, len(left)))):
+        for _ in range(data.draw(st.integers(0, len(left)))):
             writer.append(*left.pop(0))
-        writer.commit(complete=not left or data.draw(st.booleans()))
+        writer.commit(complete=not left or (writer.samples > 0 and data.draw(st.booleans())))
         if data.draw(st.booleans()):
             writer.append([7, 7, 7], [True, True, True])
             for file in writer._files.values():
                 file.flush()  # on disk, but never committed
         writer.release()
+    with StoreWriter(path, extend=True) as writer:
+        for sample in left:
+            writer.append(*sample)
     store = TokenStore.open(path)
     assert content(store) == content(whole)
     assert (store.identity, store.rows.tolist()) == (whole.identity, whole.rows.tolist())

@@ -91,12 +91,12 @@ def prepare(
         return report
     except BaseException as error:
         # Kept is what can be continued from: nothing, if no row was any good.
-        if writer.samples:
+        if writer.samples == 0:
+            writer.discard()
+        elif run.whole:
             with suppress(OSError):
                 writer.commit(run.info())
-            writer.release()
-        else:
-            writer.discard()
+        writer.release()
         if isinstance(error, OSError) and error.filename is None:  # of a write: a full disk
             raise UserError(
                 f"cannot write {path}: {error.strerror}; what was committed is kept, run it again"
@@ -126,6 +126,9 @@ class _Run:
         self._ledger = Ledger(writer.logged()[0], writer.keys())
         self._began = self._committed = time.monotonic()
         self._rows = self._tokens = 0
+        self.whole = True
+        """Do the samples, the log and the report tell of the same rows? Not in the middle of one
+        batch, which an interruption may hit."""
         self._total = float(sum(source.size for source in sources))
 
     def info(self) -> dict[str, Any]:
@@ -161,6 +164,7 @@ class _Run:
 
     def write(self, batch: _Batch, encoded: Encoded) -> None:
         """Note what became of a batch's rows and write the samples."""
+        self.whole = False
         outcomes = np.zeros(len(batch.numbers), dtype=np.uint16)
         ordinals = np.zeros(len(encoded.outcomes), dtype=np.int64)
         fresh = np.zeros(len(encoded.outcomes), dtype=np.bool_)
@@ -189,6 +193,7 @@ class _Run:
         self.report.trained += int(fresh.sum())
         self.report.add_sampling(encoded.sampling)
         self._rows += len(batch.numbers)
+        self.whole = True
         self._tell(batch.done)
         if time.monotonic() - self._committed >= self._commit_seconds:
             self._writer.commit(self.info())

@@ -74,7 +74,8 @@ class StoreWriter:
         except OSError:
             self._lock.close()
             raise UserError(f"{self.path} is being written by another process; wait") from None
-        self._index = index if index is not None and extend else new_index(self._settings)
+        is_new = index is None or not extend
+        self._index = new_index(self._settings) if index is None or is_new else index
         self._check_settings()
         committed = self._index["committed"]
         self.samples, self._tokens = int(committed["samples"]), int(committed["tokens"])
@@ -82,10 +83,9 @@ class StoreWriter:
         """Source rows logged so far."""
         self.info: dict[str, Any] = committed["info"]
         self._crc: dict[str, int] = dict(committed["crc32"])
-        self._open_files()
-        if self.samples == 0:
+        self._open_files(is_new)
+        if is_new:
             self._write("offsets.i64", [0])
-        if index is None or not extend:
             self.commit()  # from now on the directory says that it is a store
 
     def _check_settings(self) -> None:
@@ -98,9 +98,9 @@ class StoreWriter:
             "mix; name another store, or remove this one"
         )
 
-    def _open_files(self) -> None:
+    def _open_files(self, is_new: bool) -> None:
         for name in FILES:
-            size = bytes_of(name, self._index["committed"])
+            size = 0 if is_new else bytes_of(name, self._index["committed"])
             file = open(self.path / name, "ab", buffering=1 << 20)  # noqa: SIM115
             self._files[name] = file
             if os.fstat(file.fileno()).st_size < size:

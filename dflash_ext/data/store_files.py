@@ -92,7 +92,7 @@ def identity_of(state: dict[str, Any]) -> str:
 def bytes_of(name: str, state: dict[str, Any]) -> int:
     dtype, unit = FILES[name]
     count = int(state[unit])
-    if name == "offsets.i64" and count:
+    if name == "offsets.i64":
         count += 1
     return count * int(dtype.itemsize)
 
