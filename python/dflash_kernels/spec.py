@@ -81,6 +81,8 @@ class Kernel:
     """Replacements where a thread block has 99 KiB of shared memory (sm_86, 89, 120, and PTX)."""
     only_sm: int = 0
     """Written in Gluon for this one architecture; 0: plain Triton, for all."""
+    loop_spills: int = 0
+    """Accesses to local memory that loops of products may have; the reason is where it is set."""
     extra_host: dict[str, str] = field(default_factory=dict)
     """Host arguments that only expressions use: name -> key of TYPES."""
 
