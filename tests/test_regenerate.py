@@ -581,18 +581,21 @@ def test_transformers_serve_gives_what_the_target_gives_in_process(target, tmp_p
         endpoint = f"http://127.0.0.1:{port}/v1"
         options = {"endpoint": endpoint, "model": str(folder), "concurrency": 3}
         deadline = time.monotonic() + 120
-        while True:  # it takes a while to start: that is what retries are for, up to a minute
+        # It takes a while to start: running again asks for what is missing.
+        while True:
             try:
                 report = run(source, tmp_path / "o.jsonl", **options)
-                break
             except UserError:
-                assert time.monotonic() < deadline, (tmp_path / "serve.log").read_text()
-                assert server.poll() is None, (tmp_path / "serve.log").read_text()
+                report = None
+            if report is not None and not report.skipped:
+                break
+            assert time.monotonic() < deadline, (tmp_path / "serve.log").read_text()
+            assert server.poll() is None, (tmp_path / "serve.log").read_text()
     finally:
         server.terminate()
         server.wait(30)
         log.close()
-    assert (report.answered, report.skipped) == (8, {})
+    assert report.answered == 8
     in_process(source, tmp_path / "own.jsonl", folder)
     for row, own in zip(
         rows_of(tmp_path / "o.jsonl"), rows_of(tmp_path / "own.jsonl"), strict=True
