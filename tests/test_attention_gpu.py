@@ -7,6 +7,7 @@ chosen by hand.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,22 @@ import torch
 from attention_cases import CASES, Case, case_layout, make_inputs, reference_gradients
 
 from dflash_ext import _C
-from dflash_ext.ops.attention import dflash_attention
+from dflash_ext.ops.attention import Tensors, attention_path, dflash_attention, forced_path
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
 
 pytestmark = pytest.mark.gpu
 NAMES = ("out", "dq", "dk_ctx", "dv_ctx", "dk_blk", "dv_blk")
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=["chosen", "triton"])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both what the operator chooses on this device and plain Triton, which serves everything."""
+    if request.param == "chosen":
+        yield "chosen"
+    else:
+        with forced_path("triton"):
+            yield "triton"
 
 
 def ours(t: tuple[torch.Tensor, ...], layout: AttentionLayout, dout: torch.Tensor) -> list:
@@ -78,13 +89,42 @@ GRID += [
 ]
 
 
+PUBLISHED = [  # what published drafters use: B 8 and 16, G 1 to 8, D 64 and 128
+    replace(
+        GRID[3],
+        name=f"B{B}_G{G}_D{D}_{name}",
+        B=B,
+        G=G,
+        D=D,
+        window=window,
+        causal=causal,
+        padding=3,
+    )
+    for B in (8, 16)
+    for G in (1, 2, 4, 8)
+    for D in (64, 128)
+    for name, window, causal in [("full", None, False), ("window", 100, False), ("mixed", 90, True)]
+]
+# Other ways to fill a tile of 128 rows: one block alone, and many small ones.
+PUBLISHED += [replace(GRID[3], name=f"B{B}_G{G}", B=B, G=G) for B, G in [(32, 4), (8, 16), (4, 1)]]
+
+
+@pytest.mark.parametrize("case", PUBLISHED, ids=str)
+def test_hopper_numerics(case: Case) -> None:
+    if _C.device_images(0) != (90, False):
+        pytest.skip("the Hopper kernels are for sm_90")
+    t, layout, dout = make_inputs(case, BF16, "cuda")
+    assert attention_path(Tensors(*t), layout) == "hopper"
+    assert_two_times_rule(t, layout, dout)
+
+
 @pytest.mark.parametrize("case", [*CASES, *GRID], ids=str)
-def test_numerics(case: Case) -> None:
+def test_numerics(case: Case, path: str) -> None:
     assert_two_times_rule(*make_inputs(case, BF16, "cuda"))
 
 
 @pytest.mark.parametrize("T", [*range(1, 33), 63, 64, 65, 127, 128, 129])
-def test_every_short_length(T: int) -> None:
+def test_every_short_length(T: int, path: str) -> None:
     case = Case("short", (T,), tuple(range(0, T, max(1, T // 4))), B=8, Hkv=2, G=2, D=64)
     assert_two_times_rule(*make_inputs(case, BF16, "cuda", seed=T))
 
@@ -98,13 +138,13 @@ def test_layout_kernel(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [GRID[3], GRID[-1]], ids=str)
-def test_two_runs_are_bit_identical(case: Case) -> None:
+def test_two_runs_are_bit_identical(case: Case, path: str) -> None:
     t, layout, dout = make_inputs(case, BF16, "cuda")
     for a, b in zip(ours(t, layout, dout), ours(t, layout, dout), strict=True):
         assert torch.equal(a, b)
 
 
-def test_invisible_tokens_do_not_leak() -> None:
+def test_invisible_tokens_do_not_leak(path: str) -> None:
     case = replace(GRID[3], window=200, causal=True)
     t, layout, dout = make_inputs(case, BF16, "cuda")
     base = ours(t, layout, dout)

@@ -137,9 +137,13 @@ def test_report_covers_every_variant_built() -> None:
     kernels = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkv")
     expected = {(k, d, sm) for k in kernels for d in (64, 128, 256) for sm in architectures}
     expected |= {("attention_layout", 0, sm) for sm in architectures}
+    if 90 in architectures:  # maps and wgmma: Hopper's own
+        own = [f"hopper_{k}_own{n}" for k in ("fwd", "bwd_dq") for n in (16, 32, 64)]
+        mapped = [k.replace("attention", "attention_tma") for k in kernels]
+        expected |= {(k, d, 90) for k in [*own, "hopper_bwd_dkv", *mapped] for d in (64, 128)}
     assert built == expected
     fallback = {(r["kernel"], r["head_dim"], 80) for r in report if r["ptx"]}
-    assert fallback == ({x for x in expected if x[2] == 80} if 80 in architectures else set())
+    assert fallback == {x for x in expected if x[2] == 80}
     for row in report:  # PTX may land on any device, so it must fit the smallest
         limit = 99 * 1024 if row["ptx"] or row["sm"] in (86, 120) else 227 * 1024
         assert row["shared_bytes"] <= limit

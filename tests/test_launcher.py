@@ -111,12 +111,12 @@ def built() -> list[int]:
 
 def test_launch_passes_grid_block_and_parameters(stub: dict[str, Path]) -> None:
     script = """
-stub.stub_expect_params(31)
+stub.stub_expect_params(32)
 forward(stream=77)
 r = last(); load = stub.stub_load(r.load).contents
 params = [p & 0xFFFFFFFF for p in r.params]
 print(json.dumps(dict(symbol=load.symbol.decode(), grid=r.grid, block=r.block, shared=r.shared,
-    reserved=load.shared, stream=r.stream, context=r.context, params=params[:31], depth=stub.stub_context_depth())))
+    reserved=load.shared, stream=r.stream, context=r.context, params=params[:32], depth=stub.stub_context_depth())))
 """
     r = result(run(stub["plain"], script))
     spec = next(
@@ -133,7 +133,9 @@ print(json.dumps(dict(symbol=load.symbol.decode(), grid=r.grid, block=r.block, s
     pointers = [4096, 4097, 4098, 4099, 4100, 1, 2, 3, 4, 5, 6]
     strides = [0, 1, 10, 11, 20, 21, 30, 31, 40, 41]
     half = 0x3F000000  # 0.5f
-    assert r["params"] == [*pointers, *strides, 5, 100, 2, 16, 4, 7, 1, half, 0, 0]
+    maps = [0, 0]  # unused by pointer kernels
+    sizes = [5, 2, 16, 4, 7, 1]
+    assert r["params"] == [*pointers[:5], *maps, *pointers[5:], *strides, *sizes, half, 0, 0]
 
 
 BF16, FLOAT32, SWIZZLE_128, NO_SWIZZLE = 9, 7, 3, 0  # cuda.h
@@ -326,7 +328,7 @@ def test_errors_are_one_line(stub: dict[str, Path], script: str, env: dict, mess
 
 def test_parameter_size_mismatch_stops_the_launch(stub: dict[str, Path]) -> None:
     done = run(stub["with_param_info"], "forward()", STUB_PARAM_BYTES=8)
-    assert "parameter 11 has 8 bytes, the launcher passes 4" in done.stderr.splitlines()[-1]
+    assert "parameter 5 has 8 bytes, the launcher passes 4" in done.stderr.splitlines()[-1]
 
 
 def test_without_a_driver_import_works_and_launch_says_so() -> None:

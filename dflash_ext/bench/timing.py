@@ -18,7 +18,10 @@ import torch
 
 Run = Callable[[], Any]
 
-MIN_REPEATS, MAX_REPEATS = 3, 50  # 50 calls of a few kernels each stay below CUDA's queue of 1,024
+MIN_REPEATS, MAX_REPEATS = (
+    3,
+    150,
+)  # 150 calls of a few launches each stay below CUDA's queue of 1,024
 HEAD_START = 2_000_000  # cycles, about 1 ms
 LONGEST_HEAD_START = 2_000_000_000
 

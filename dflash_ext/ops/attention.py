@@ -316,8 +316,8 @@ class _Kernels(NamedTuple):
 def _kernels(t: Tensors, layout: AttentionLayout, path: str) -> _Kernels:
     if path == "triton":
         prefix = "attention_tma_" if _tensor_maps_fit(t, layout) else "attention_"
-        made = (getattr(_C, prefix + name) for name in ("fwd", "bwd_dq", "bwd_dkv"))
-        return _Kernels(*made, {}, None)
+        forward, dq, dkv = (getattr(_C, prefix + name) for name in ("fwd", "bwd_dq", "bwd_dkv"))
+        return _Kernels(forward, dq, dkv, {}, None)
     own = hopper_own_tile(layout.block_size, t.q.shape[1] // t.k_blk.shape[1])
     # The persistent programs draw their work from a counter; the launcher zeroes it each time.
     counter = torch.empty(1, dtype=torch.int32, device=t.q.device)

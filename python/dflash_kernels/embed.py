@@ -43,7 +43,9 @@ def image_row(record: dict, label: str) -> str:
 def encode(name: str, kind: TensorMap | VectorMap) -> str:
     """C++ that encodes a map from host arguments."""
     if isinstance(kind, VectorMap):
-        return f"const CUtensorMap {name} = vector_map({kind.tensor}_ptr, {kind.length}, {kind.box});"
+        return (
+            f"const CUtensorMap {name} = vector_map({kind.tensor}_ptr, {kind.length}, {kind.box});"
+        )
     if kind.contiguous:
         strides = f"int64_t({kind.heads}) * head_dim, head_dim"
     else:

@@ -4,11 +4,11 @@ The kernels are written in Gluon, Triton's explicit dialect. A work item is one 
 rows (forward, dQ) or 128 keys (dK/dV) of one key-value head. Programs are persistent, with four
 partitions each: two consumer warpgroups compute with wgmma, 64 rows or keys each; a loader warp
 feeds shared memory with TMA; a scheduler warp draws the next item from a counter and finds what it
-covers. So an item's loads overlap the arithmetic of the one before, and no program idles at the end.
-The scheduler is apart because finding an item takes three dependent trips to L2, longer than the
-loader may be away from its rings.
+covers. So an item's loads overlap the arithmetic of the one before, and no program idles at the
+end. The scheduler is apart because finding an item takes three dependent trips to L2, longer than
+the loader may be away from its rings.
 
-Rows are flattened (block, slot, head of the group) triples as in attention.py. Here B and G are
+Rows are flattened (block, slot, head of the group) triples as in attention_rows.py. Here B and G are
 powers of two with B*G <= 128, so a tile holds whole blocks and the divisions are shifts; both stay
 run time arguments. A tile of 64 rows is 64/G tokens of G heads: the tensor map of such a tile is
 encoded at launch with the box (D, G, 64/G), while the code is compiled for the nominal (D, 4, 16).
@@ -172,7 +172,7 @@ def draw_item(counter_ptr):
 
 @aggregate
 class Blocks:
-    """The blocks of the problem and their mask, as in attention.py; 2**log_tile blocks a tile."""
+    """The blocks of the problem and their mask, as in attention_rows.py; 2**log_tile blocks a tile."""
 
     ctx_start_ptr: gl.tensor
     ctx_end_ptr: gl.tensor
@@ -212,7 +212,7 @@ class Blocks:
 
     @gluon.jit
     def tile_in_document_order(self, i, doc_first_ptr, doc_last_ptr):
-        """As in attention.py: a document's tiles in reverse, its longest first."""
+        """As in attention_rows.py: a document's tiles in reverse, its longest first."""
         log_tile = LOG_TILE - self.log_b - self.log_g
         lead = i << log_tile
         first = gl.load(doc_first_ptr + lead)
@@ -224,7 +224,7 @@ class Blocks:
         """The tiles of BN keys that row tile t walks: lo, how many, and which all of its rows see.
 
         Tile i covers context rows lo + i * BN and on; tiles [before, before + full) are visible to
-        every row. Blocks are sorted, so the first and the last one decide. There is always one tile:
+        every row. Blocks are sorted, so the first and the last one decide. There is always a tile:
         rows that see no context walk one that is hidden from all of them, which spares the kernels
         a second path.
         """

@@ -41,7 +41,7 @@ def _scores(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexp
 
 @gluon.jit
 def _tile_in_order(i, tiles, before, full):
-    """Index of the i-th tile that dQ walks: first those that some row does not see, then the others.
+    """Index of the i-th tile that dQ walks: first those that some row does not see, then the rest.
 
     The loop over the others then has no branch: 4 % on long contexts.
     """
@@ -90,7 +90,7 @@ def _load_for_dq(
         load_rows(dout_map, do_ring, r, blocks, t, kv_head, D)
         k_position += 1
         v_position += OWN_SLOTS
-        for i in range(0, tiles):
+        for i in range(tiles):
             n = lo + _tile_in_order(i, tiles, before, full) * BN
             load_keys(k_ctx_map, k_ring, k_position, n, kv_head, BN, D)
             load_keys(v_ctx_map, v_ring, v_position, n, kv_head, BN, D)
@@ -113,9 +113,9 @@ def _cut(p, blocks, t, WG: gl.constexpr, n, BN: gl.constexpr, S: gl.constexpr):
 
     The rows' intervals are loaded again for each such tile: the loops need every register.
     """
-    row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
-    token, block, lower, end = blocks.rows(row)
-    key = n + gl.arange(0, BN, layout=gl.SliceLayout(0, S))
+    row = t * TILE + WG * HALF + gl.arange(HALF, layout=gl.SliceLayout(1, S))
+    _, _, lower, end = blocks.rows(row)
+    key = n + gl.arange(BN, layout=gl.SliceLayout(0, S))
     return gl.where((key[None, :] >= lower[:, None]) & (key[None, :] < end[:, None]), p, 0.0)
 
 
@@ -141,10 +141,10 @@ def _differentiate_q(
 ):
     OWN_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     OWN_ROW: gl.constexpr = gl.SliceLayout(1, OWN_S)
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     OWN_SLOTS: gl.constexpr = 1 if 4 * OWN <= BN else 2
     num_rows = blocks.num_rows()
     k_base = 0  # ring positions of the item's first entries
@@ -160,10 +160,10 @@ def _differentiate_q(
         kv_head = item % num_kv_heads
         k_first = k_base + 1  # of the first context tile
         v_first = v_base + OWN_SLOTS
-        row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=ROW)
+        row = t * TILE + WG * HALF + gl.arange(HALF, layout=ROW)
         row_at = kv_head.to(gl.int64) * num_rows + row
         lse = gl.load(lse_ptr + row_at, mask=row < num_rows, other=float("inf"))
-        token, block, lower, end = blocks.rows(row)
+        token, block, _, _ = blocks.rows(row)
 
         q = half_of_slot(q_ring, r, WG, D)
         do = half_of_slot(do_ring, r, WG, D)
@@ -182,7 +182,7 @@ def _differentiate_q(
         own_v = own_rows(v_ring, v_base, 1, WG, OWN, BN, D).reshape([OWN, D])
         own_s_token = _scores(q, own_k, HALF, OWN, OWN_S)
         own_dp_token = _scores(do, own_v, HALF, OWN, OWN_S)
-        own_key = blocks.first_own_key(t, WG) + gl.arange(0, OWN, layout=gl.SliceLayout(0, OWN_S))
+        own_key = blocks.first_own_key(t, WG) + gl.arange(OWN, layout=gl.SliceLayout(0, OWN_S))
         visible = blocks.own_visible(
             own_key, gl.convert_layout(token, OWN_ROW), gl.convert_layout(block, OWN_ROW)
         )
@@ -195,7 +195,7 @@ def _differentiate_q(
         acc_token = warpgroup_mma(
             gl.convert_layout(own_ds.to(gl.bfloat16), P),
             own_k,
-            gl.zeros([HALF, D], gl.float32, O),
+            gl.zeros([HALF, D], gl.float32, OUT),
             use_acc=False,
             is_async=True,
         )
@@ -205,7 +205,7 @@ def _differentiate_q(
         v_ring.release(v_base)
 
         edges = gl.minimum(tiles - full, tiles - 1)
-        for j in range(0, edges):
+        for j in range(edges):
             v_ring.wait_full(v_first + j)
             dp_token = _scores(do, v_ring.slot(v_first + j).reshape([BN, D]), HALF, BN, S)
             n = lo + gl.where(j < before, j, j + full) * BN
@@ -397,7 +397,7 @@ def hopper_bwd_dq_kernel(
 
 @gluon.jit
 def _row_groups(blocks, t, WG: gl.constexpr, ctx_tiles, num_ctx, ranges_ptr):
-    """Groups of 64 rows that see a consumer's 64 keys of tile t: [lo, hi), and the run that sees all.
+    """Groups of 64 rows that see any of a consumer's 64 keys of tile t, [lo, hi), or all of them.
 
     Tiles are context tiles first, then tiles of the blocks' own keys. Never empty, like a tile's
     interval: a group that sees nothing is walked instead.
@@ -433,16 +433,16 @@ def _schedule_key_tiles(
     item = gl.program_id(0)
     while item < num_items:
         t = item // num_kv_heads
-        lo, hi, full_lo, full_hi = _row_groups(blocks, t, 0, ctx_tiles, num_ctx, ranges_ptr)
-        lo_1, hi_1, full_lo, full_hi = _row_groups(blocks, t, 1, ctx_tiles, num_ctx, ranges_ptr)
+        lo, hi, _, _ = _row_groups(blocks, t, 0, ctx_tiles, num_ctx, ranges_ptr)
+        lo_1, hi_1, _, _ = _row_groups(blocks, t, 1, ctx_tiles, num_ctx, ranges_ptr)
         items.wait_empty(r)
         items.write(r, 0, item)
         items.write(r, 1, t)
         items.write(r, 2, gl.minimum(lo, lo_1))
         items.write(r, 3, gl.maximum(hi, hi_1))
         items.send(r)
-        # Key tiles are few and long, hence drawn late: a program that sits on one keeps it from those
-        # that would be free for it sooner.
+        # Key tiles are few and long, hence drawn late: a program that sits on one keeps it from
+        # those that would be free for it sooner.
         items.wait_wanted(r)
         item = draw_item(counter_ptr)
         r += 1
@@ -528,7 +528,7 @@ def _probability_t(
         # One row a thread, and the interval of its keys in 16 bits: the accumulators leave no room
         # for the four numbers of each of the sixteen rows that a thread's part of P^T has.
         THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        row = group * HALF + gl.arange(0, HALF, layout=THREAD)
+        row = group * HALF + gl.arange(HALF, layout=THREAD)
         token, block, lower, end = blocks.rows(row)
         if own_tile:
             lower = block << blocks.log_b
@@ -537,7 +537,7 @@ def _probability_t(
         lower = gl.minimum(gl.maximum(lower - key_from, 0), HALF)
         end = gl.minimum(gl.maximum(end - key_from, 0), HALF)
         packed = gl.convert_layout(lower | (end << 8), gl.SliceLayout(0, S))
-        key = gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
+        key = gl.arange(HALF, layout=gl.SliceLayout(1, S))
         visible = key[:, None] >= (packed & 255)[None, :]
         p = gl.where(visible & (key[:, None] < (packed >> 8)[None, :]), p, 0.0)
     return p
@@ -545,10 +545,10 @@ def _probability_t(
 
 @gluon.jit
 def _recomputed(x):
-    """x, but opaque: what follows from it is computed anew in a loop instead of being kept (spilled).
+    """x, but opaque: what follows from it is computed anew in a loop instead of kept, and spilled.
 
-    The wgmma descriptors of the keys do not change in the loop over rows; sixteen registers for them
-    are more than the accumulators leave.
+    The wgmma descriptors of the keys do not change in the loop over rows; sixteen registers for
+    them are more than the accumulators leave.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
@@ -578,9 +578,9 @@ def _differentiate_kv(
     D: gl.constexpr,
 ):
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ctx_tiles = (num_ctx + TILE - 1) // TILE
     base = 0  # ring position of the item's first group
     r = 0
@@ -603,8 +603,8 @@ def _differentiate_kv(
         for group in range(first, lo):  # only the other consumer's keys are seen there
             q_ring.skip(base + group - first)
         position = base + lo - first
-        dk = gl.zeros([HALF, D], gl.float32, O)
-        dv = gl.zeros([HALF, D], gl.float32, O)
+        dk = gl.zeros([HALF, D], gl.float32, OUT)
+        dv = gl.zeros([HALF, D], gl.float32, OUT)
         q_ring.wait_full(position)
         s_token = _scores(k, q_ring.slot(position).reshape([HALF, D]), HALF, HALF, S)
         s = warpgroup_mma_wait(0, deps=(s_token,))

@@ -1,8 +1,10 @@
-"""DFlash attention forward on Hopper: see hopper.py for the structure and attention.py for the mask.
+"""DFlash attention forward on Hopper: see hopper.py for the structure and attention_rows.py for
+the mask.
 
 Per item a consumer computes softmax over its own block's keys and the first context tile together,
-then walks the rest with S of tile j + 1 in flight while tile j goes through the softmax. A block's
-own keys travel through the K/V ring as one more tile, so that any G fits the same shared memory.
+then walks the rest: S of tile j and P V of tile j - 1 are in flight together, and one consumer's
+products run beside the other's softmax. A block's own keys and values travel through a slot of the
+V ring, so that any G fits the same shared memory.
 """
 
 from triton.experimental import gluon
@@ -14,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from dflash_kernels.hopper import (
-    CONSUMERS,
     HALF,
     HIDDEN,
     TILE,
@@ -63,7 +64,7 @@ def _load(
         load_rows(q_map, q_ring, r, blocks, t, kv_head, D)
         load_own(k_own_map, v_own_map, v_ring, v_position, blocks, t, kv_head, OWN, BN, D)
         v_position += OWN_SLOTS
-        for i in range(0, tiles):
+        for i in range(tiles):
             n = lo + i * BN
             load_keys(k_ctx_map, k_ring, k_position, n, kv_head, BN, D)
             load_keys(v_ctx_map, v_ring, v_position, n, kv_head, BN, D)
@@ -91,11 +92,11 @@ def _attend(
 ):
     OWN_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, S)
     OWN_ROW: gl.constexpr = gl.SliceLayout(1, OWN_S)
-    O_ROW: gl.constexpr = gl.SliceLayout(1, O)
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     OWN_SLOTS: gl.constexpr = 1 if 4 * OWN <= BN else 2
     num_rows = blocks.num_rows()
     k_base = 0  # ring positions of the item's first context tile, and of its own keys and values
@@ -130,9 +131,9 @@ def _attend(
             use_acc=False,
             is_async=True,
         )
-        row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=ROW)
+        row = t * TILE + WG * HALF + gl.arange(HALF, layout=ROW)
         token, block, lower, end = blocks.rows(row)
-        own_key = blocks.first_own_key(t, WG) + gl.arange(0, OWN, layout=gl.SliceLayout(0, OWN_S))
+        own_key = blocks.first_own_key(t, WG) + gl.arange(OWN, layout=gl.SliceLayout(0, OWN_S))
         own = blocks.own_visible(
             own_key, gl.convert_layout(token, OWN_ROW), gl.convert_layout(block, OWN_ROW)
         )
@@ -151,7 +152,7 @@ def _attend(
         acc_token = warpgroup_mma(
             gl.convert_layout(own_p.to(gl.bfloat16), P),
             own_v,
-            gl.zeros([HALF, D], gl.float32, O),
+            gl.zeros([HALF, D], gl.float32, OUT),
             use_acc=False,
             is_async=True,
         )
@@ -184,11 +185,11 @@ def _attend(
             pf = gl.exp2(s * scale_log2 - m_new[:, None])
             total = total * alpha + gl.sum(pf, 1)
             m = m_new
-            # Everything is waited for before the loop's back edge: a wgmma in flight across it makes
-            # ptxas serialise all of them (its message C7514).
+            # Everything is waited for before the loop's back edge: a wgmma in flight across it
+            # makes ptxas serialise all of them (its message C7514).
             acc = warpgroup_mma_wait(0, deps=(acc_token,))
             v_ring.release(v_first + j - 1)
-            acc = acc * gl.convert_layout(alpha, O_ROW)[:, None]
+            acc = acc * gl.convert_layout(alpha, OUT_ROW)[:, None]
             p = gl.convert_layout(pf.to(gl.bfloat16), P)
         k_base += tiles
         v_last = v_first + tiles - 1
@@ -200,7 +201,7 @@ def _attend(
         real = lower <= end
         # Padding rows: their output is 0, and an infinite lse makes the backward's P exactly 0.
         factor = gl.where(real, 1.0 / total, 0.0)
-        out = acc * gl.convert_layout(factor, O_ROW)[:, None]
+        out = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
         q.store(out.to(gl.bfloat16))
         out_at = [blocks.first_token(t, WG), kv_head << blocks.log_g, 0]
         store_half(out_map, q_ring, r, WG, out_at, D)
