@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
 
@@ -30,10 +30,11 @@ from dflash_ext.config import TrainConfig
 from dflash_ext.errors import UserError
 from dflash_ext.topology import Topology
 from dflash_ext.watch import (
-    FAILED,
     INTERRUPTED,
     LAUNCHED,
     Failure,
+    dead_peer,
+    death_of,
     read_beat,
     read_failure,
     report_failure,
@@ -86,15 +87,9 @@ def start_local(config: TrainConfig, size: int, entry: Entry = run_rank) -> int:
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it shorter
     multiprocessing.set_forkserver_preload(_PRELOAD)
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SHUTDOWN_SECONDS)
     # Ours, so that it outlives the ranks; the launcher's own store is a tenant of it.
-    store = TCPStore(
-        HOST,
-        0,
-        is_master=True,
-        multi_tenant=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-    )
+    store = _new_store()
     launch = elastic_launch(
         LaunchConfig(
             min_nodes=1,
@@ -122,13 +117,36 @@ def start_local(config: TrainConfig, size: int, entry: Entry = run_rank) -> int:
             outcome.append(error)
 
     # In a thread: the launcher would answer a signal by killing what this one lets save and end.
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SHUTDOWN_SECONDS)
     thread = threading.Thread(target=supervise, name="launcher")
     with _Signals(store, size):
         thread.start()
         while thread.is_alive():
             thread.join(timeout=0.2)
     return _exit_code(outcome[0], store)
+
+
+_used_ports: set[int] = set()
+
+
+def _new_store() -> TCPStore:
+    """A store on a port that this process has not used before.
+
+    torch remembers by its port the store that others may be tenants of, also after that is gone.
+    """
+    passed_over = []
+    while True:
+        store = TCPStore(
+            HOST,
+            0,
+            is_master=True,
+            multi_tenant=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+        )
+        if store.port not in _used_ports:
+            _used_ports.add(store.port)
+            return store
+        passed_over.append(store)  # kept open, so that the next one gets another port
 
 
 class _Signals:
@@ -165,7 +183,9 @@ def _exit_code(outcome: int | BaseException, store: TCPStore) -> int:
     failure, how = read_failure(store), ""
     if isinstance(outcome, ChildFailedError):
         rank, process = outcome.get_first_failure()
-        failure = failure or death_of(store, rank)
+        if failure is None or (failure.died and process.exitcode < 0):
+            # Of several dead ranks the launcher has seen the first; it ended the others itself.
+            failure = death_of(store, rank)
         how = f" ({process.message})" if failure.rank == rank and process.exitcode < 0 else ""
     if failure is None:
         raise outcome
@@ -174,34 +194,14 @@ def _exit_code(outcome: int | BaseException, store: TCPStore) -> int:
     return failure.code
 
 
-def death_of(store: TCPStore, rank: int) -> Failure:
-    """The failure of a rank that ended without a word: who it was and what it was doing."""
-    beat = read_beat(store, rank)
-    name = f"rank {rank}" if beat is None else f"rank {rank} {beat}"
-    return report_failure(store, Failure(rank, f"{name}: died without a word", FAILED))
-
-
-def dead_peer(store: TCPStore, ranks: Sequence[int]) -> Failure | None:
-    """The failure of a rank of this machine whose process is gone, if there is one."""
-    for rank in ranks:
-        beat = read_beat(store, rank)
-        if beat is not None and not beat.finished and beat.host == os.uname().nodename:
-            try:
-                with open(f"/proc/{beat.pid}/stat") as stat:
-                    gone = stat.read().rsplit(")", 1)[1].split()[0] == "Z"
-            except OSError:
-                gone = True
-            if gone:
-                return death_of(store, rank)
-    return None
-
-
 def root_cause(store: TCPStore, own: int, size: int, seconds: float) -> Failure | None:
     """Another rank's failure, if one shows within `seconds`: ours may be its consequence."""
     end = time.monotonic() + seconds
     others = [rank for rank in range(size) if rank != own]
     while time.monotonic() < end:
-        failure = read_failure(store) or dead_peer(store, others)
+        failure = read_failure(store)
+        if failure is None and (dead := dead_peer(store, others)) is not None:
+            failure = report_failure(store, dead)
         if failure is not None:
             return failure
         time.sleep(0.1)

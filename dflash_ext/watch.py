@@ -38,6 +38,8 @@ class Failure:
     rank: int
     message: str
     code: int
+    died: bool = False
+    """The rank said nothing; others found its process gone."""
 
 
 @dataclass
@@ -50,6 +52,16 @@ class Beat:
     activity: str = "starting"
     finished: bool = False
     count: int = 0
+
+    def gone(self) -> bool:
+        """Is it a process of this machine that has ended before its rank had finished?"""
+        if self.finished or self.host != os.uname().nodename:
+            return False
+        try:
+            with open(f"/proc/{self.pid}/stat") as stat:
+                return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+        except OSError:
+            return True
 
     def __str__(self) -> str:
         return f"({self.role}, pid {self.pid}), last seen {self.activity}"
@@ -81,6 +93,22 @@ def read_beat(store: TCPStore, rank: int) -> Beat | None:
     """The last sign of life of a rank."""
     key = f"beat/{rank}"
     return Beat(**json.loads(store.get(key))) if store.check([key]) else None
+
+
+def death_of(store: TCPStore, rank: int) -> Failure:
+    """The failure of a rank that ended without a word: who it was and what it was doing."""
+    beat = read_beat(store, rank)
+    name = f"rank {rank}" if beat is None else f"rank {rank} {beat}"
+    return Failure(rank, f"{name}: died without a word", FAILED, died=True)
+
+
+def dead_peer(store: TCPStore, ranks: Sequence[int]) -> Failure | None:
+    """The failure of a rank of this machine whose process is gone, if there is one."""
+    for rank in ranks:
+        beat = read_beat(store, rank)
+        if beat is not None and beat.gone():
+            return death_of(store, rank)
+    return None
 
 
 def announce(failure: Failure, rank: int) -> None:
@@ -150,22 +178,29 @@ class Watch:
         """Give all ranks a JSON value under `key`."""
         self.store.set(f"value/{key}", json.dumps(value))
 
+    def published(self, key: str) -> bool:
+        return self.store.check([f"value/{key}"])
+
     def wait_for(self, key: str, activity: str) -> object:
         """The value that another rank will publish, however long that takes while it lives."""
         self.doing(activity, patience=float("inf"))
-        while not self.store.check([f"value/{key}"]):
+        while not self.published(key):
             time.sleep(0.05)
         self.doing("starting")
         return json.loads(self.store.get(f"value/{key}"))
 
     @contextlib.contextmanager
     def heeding_stop(self) -> Iterator[None]:
-        """Inside, a request to stop is heeded by the main thread; outside it ends the process."""
+        """Inside, a request to stop is heeded by the main thread; outside it ends the process.
+
+        Rank 0 has work after the block (export, evaluation) that a request should end; the other
+        ranks have none, and a failure of theirs would end rank 0 while it saves.
+        """
         self.orderly = True
         try:
             yield
         finally:
-            self.orderly = self.stop_requested.is_set()  # heeded: nothing is left to end
+            self.orderly = self.rank != 0 or self.stop_requested.is_set()
 
     def fail(self, message: str, code: int = FAILED) -> Failure:
         """Report a failure of this rank; returns the failure that the run ends with."""
@@ -221,6 +256,8 @@ class Watch:
                 f"{now - self._since:.0f} s while {self.activity}"
             )
         for rank, beat in self._beats():
+            if beat.gone() and (now_beat := read_beat(self.store, rank)) and now_beat.gone():
+                self._leave(report_failure(self.store, death_of(self.store, rank)))
             count, since = self._seen.get(rank, (-1, now))
             if beat.count != count or beat.finished:
                 self._seen[rank] = (beat.count, now)
@@ -258,6 +295,9 @@ class NoWatch:
 
     def publish(self, key: str, value: object) -> None:
         pass
+
+    def published(self, key: str) -> bool:
+        return False
 
     def wait_for(self, key: str, activity: str) -> object:
         raise UserError(f"one process waits for nobody ({key})")

@@ -30,13 +30,14 @@ from dflash_ext.config import (
     TopologyOptions,
     TrainConfig,
 )
+from dflash_ext.data.store import StoreWriter
 from dflash_ext.launch import Entry, run_rank, start_local, world_size
 
 STEPS = 12
 
 
 def make_world(root: Path, rows: int = 40) -> Path:
-    """A tiny target directory and a chat file whose answers count upwards."""
+    """A tiny target directory, and a chat file and a store whose answers count upwards."""
     from tiny_targets import tiny_model, tiny_tokenizer  # not at the top: ranks import this file
 
     tiny_model("llama", head_dim=64).save_pretrained(root / "target")
@@ -49,12 +50,18 @@ def make_world(root: Path, rows: int = 40) -> Path:
         turns = [("user", f"w{a} w{a + 1}"), ("assistant", answer)]
         lines.append(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}))
     (root / "chat.jsonl").write_text("\n".join(lines) + "\n")
+    with StoreWriter(root / "store") as writer:
+        for _ in range(rows):
+            a, n = draw.randrange(30), draw.randrange(4, 20)
+            ids = [5, *(6 + (a + i) % 70 for i in range(n))]
+            writer.append(ids, [i > 2 for i in range(n + 1)])
     (root / "prompts.txt").write_text("w1 w2\nw5 w6\n")
     return root
 
 
 def run_config(world: Path, folder: Path, targets: int = 0, drafters: int = 0, **changes):
-    """A short run on tiny shapes; 0 targets: one process."""
+    """A short run on tiny shapes; 0 targets: one process. data: "store" or "chat.jsonl"."""
+    data = changes.pop("data", "store")
     batch = {"token_budget": 120, "max_documents": 6, "anchors_per_sequence": 4}
     batch |= {"anchor_budget": 24} | changes.pop("batch", {})
     run = {"dir": folder, "checkpoint_every": 3} | changes.pop("run", {})
@@ -63,7 +70,7 @@ def run_config(world: Path, folder: Path, targets: int = 0, drafters: int = 0, *
         topology |= {"targets": targets, "drafters": drafters}
     config = TrainConfig(
         target=TargetOptions(path=str(world / "target"), tap_ids=(0, 2)),
-        data=DataOptions(train=str(world / "chat.jsonl"), held_out=6, max_length=64),
+        data=DataOptions(train=str(world / data), held_out=6, max_length=48),
         drafter=DrafterOptions(num_layers=1, block_size=4),
         loss=LossOptions(chunk_rows=64),
         optim=OptimOptions(name="adamw", lr=0.01),

@@ -75,7 +75,11 @@ def test_two_targets_and_a_drafter_are_one_process_to_the_bit(world, tmp_path):
     options = EvalOptions(
         prompts=(str(world / "prompts.txt"),), prompts_per_set=1, max_new_tokens=4, every=5
     )
-    same = {"batch": {"draws": 2}, "eval": options}  # validation falls between two draws
+    same = {
+        "batch": {"draws": 2},
+        "eval": options,
+        "data": "chat.jsonl",
+    }  # validation falls between two draws
     assert train(run_config(world, alone, **same)) == 0
     command = [sys.executable, "-m", "dflash_ext.train", "cpu"]
     command += command_line(run_config(world, ranks, 2, 1, **same))
@@ -101,14 +105,14 @@ def test_two_targets_and_a_drafter_are_one_process_to_the_bit(world, tmp_path):
 def test_five_to_three_uses_each_sample_once(world, tmp_path):
     """Eight processes, one epoch, with a last step in which drafters have unequal work."""
     folder = tmp_path / "run"
-    config = run_config(world, folder, 5, 3, epochs=1, batch={"token_budget": 70})
+    config = run_config(world, folder, 5, 3, epochs=1, batch={"token_budget": 48, "accumulate": 2})
     assert start(config) == 0
     last = checkpoints(folder / "checkpoints")[-1]
     progress = read_progress(last)
-    assert progress.course.end % 3  # otherwise the last step is nothing special
+    assert progress.course.end % 6  # otherwise the last step is nothing special
     uses = torch.load(last / "optimizer.pt", weights_only=True)["uses"]
-    assert uses.tolist() == [1] * 34
-    assert progress.position == len(records(folder)) == -(-progress.course.end // 3)
+    assert set(uses.tolist()) == {1}
+    assert progress.position == len(records(folder)) == -(-progress.course.end // 6)
     table = json.loads((folder / "ranks.json").read_text())
     assert [row["role"] for row in table][::7] == ["drafter 0", "target 4"]
     assert len({row["pid"] for row in table}) == 8
@@ -296,7 +300,7 @@ def test_a_stuck_rank_is_found_and_named(world, tmp_path, monkeypatch, capfd):
 
 def test_sharded_drafters_are_replicated_ones(world, tmp_path):
     """fully_shard over three drafters, unequal work in the last step, and both ways of going on."""
-    same = {"epochs": 4, "batch": {"token_budget": 70}}
+    same = {"epochs": 4, "batch": {"token_budget": 48}}
     sharded = same | {"topology": {"shard": True}}
     replicas, shards, mixed = (tmp_path / name for name in ("replicas", "shards", "mixed"))
     assert start(run_config(world, replicas, 1, 3, **same)) == 0
@@ -311,7 +315,7 @@ def test_sharded_drafters_are_replicated_ones(world, tmp_path):
     for folder in (shards, mixed):
         found = state_of(folder, last)
         assert found.keys() == expected.keys()
-        assert torch.equal(found["uses"], torch.full((34,), 4, dtype=torch.int32))
+        assert set(found["uses"].tolist()) == {4}
         for name in expected:
             if expected[name].is_floating_point():
                 assert found[name].shape == expected[name].shape

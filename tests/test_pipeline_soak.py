@@ -29,7 +29,7 @@ def test_kills_at_random_moments(tmp_path, monkeypatch):
     monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     epochs = max(2, KILLS)
-    shape = {"epochs": epochs, "batch": {"token_budget": 70}, "run": {"checkpoint_every": 2}}
+    shape = {"epochs": epochs, "batch": {"token_budget": 48}, "run": {"checkpoint_every": 2}}
     whole, soaked = tmp_path / "whole", tmp_path / "soaked"
     assert start(run_config(world, whole, 1, 2, **shape)) == 0
 
