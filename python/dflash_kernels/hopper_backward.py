@@ -113,9 +113,9 @@ def _cut(p, blocks, t, WG: gl.constexpr, n, BN: gl.constexpr, S: gl.constexpr):
 
     The rows' intervals are loaded again for each such tile: the loops need every register.
     """
-    row = t * TILE + WG * HALF + gl.arange(HALF, layout=gl.SliceLayout(1, S))
+    row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
     _, _, lower, end = blocks.rows(row)
-    key = n + gl.arange(BN, layout=gl.SliceLayout(0, S))
+    key = n + gl.arange(0, BN, layout=gl.SliceLayout(0, S))
     return gl.where((key[None, :] >= lower[:, None]) & (key[None, :] < end[:, None]), p, 0.0)
 
 
@@ -160,7 +160,7 @@ def _differentiate_q(
         kv_head = item % num_kv_heads
         k_first = k_base + 1  # of the first context tile
         v_first = v_base + OWN_SLOTS
-        row = t * TILE + WG * HALF + gl.arange(HALF, layout=ROW)
+        row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=ROW)
         row_at = kv_head.to(gl.int64) * num_rows + row
         lse = gl.load(lse_ptr + row_at, mask=row < num_rows, other=float("inf"))
         token, block, _, _ = blocks.rows(row)
@@ -182,7 +182,7 @@ def _differentiate_q(
         own_v = own_rows(v_ring, v_base, 1, WG, OWN, BN, D).reshape([OWN, D])
         own_s_token = _scores(q, own_k, HALF, OWN, OWN_S)
         own_dp_token = _scores(do, own_v, HALF, OWN, OWN_S)
-        own_key = blocks.first_own_key(t, WG) + gl.arange(OWN, layout=gl.SliceLayout(0, OWN_S))
+        own_key = blocks.first_own_key(t, WG) + gl.arange(0, OWN, layout=gl.SliceLayout(0, OWN_S))
         visible = blocks.own_visible(
             own_key, gl.convert_layout(token, OWN_ROW), gl.convert_layout(block, OWN_ROW)
         )
@@ -528,7 +528,7 @@ def _probability_t(
         # One row a thread, and the interval of its keys in 16 bits: the accumulators leave no room
         # for the four numbers of each of the sixteen rows that a thread's part of P^T has.
         THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        row = group * HALF + gl.arange(HALF, layout=THREAD)
+        row = group * HALF + gl.arange(0, HALF, layout=THREAD)
         token, block, lower, end = blocks.rows(row)
         if own_tile:
             lower = block << blocks.log_b
@@ -537,7 +537,7 @@ def _probability_t(
         lower = gl.minimum(gl.maximum(lower - key_from, 0), HALF)
         end = gl.minimum(gl.maximum(end - key_from, 0), HALF)
         packed = gl.convert_layout(lower | (end << 8), gl.SliceLayout(0, S))
-        key = gl.arange(HALF, layout=gl.SliceLayout(1, S))
+        key = gl.arange(0, HALF, layout=gl.SliceLayout(1, S))
         visible = key[:, None] >= (packed & 255)[None, :]
         p = gl.where(visible & (key[:, None] < (packed >> 8)[None, :]), p, 0.0)
     return p

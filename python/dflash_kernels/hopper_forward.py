@@ -131,9 +131,9 @@ def _attend(
             use_acc=False,
             is_async=True,
         )
-        row = t * TILE + WG * HALF + gl.arange(HALF, layout=ROW)
+        row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=ROW)
         token, block, lower, end = blocks.rows(row)
-        own_key = blocks.first_own_key(t, WG) + gl.arange(OWN, layout=gl.SliceLayout(0, OWN_S))
+        own_key = blocks.first_own_key(t, WG) + gl.arange(0, OWN, layout=gl.SliceLayout(0, OWN_S))
         own = blocks.own_visible(
             own_key, gl.convert_layout(token, OWN_ROW), gl.convert_layout(block, OWN_ROW)
         )
