@@ -6,7 +6,7 @@ whatever the data look like. A restart needs one integer: the number of batches 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,6 +117,15 @@ def batch_at(step: int, batches_in: Callable[[int], int]) -> tuple[int, int]:
     return epoch, step
 
 
+def samples_at(states: Sequence[tuple[int, int]], epoch: int) -> int:
+    """Samples that an epoch trains on: the first so many of the data, which may grow in a run.
+
+    states: (first epoch, samples), in order of time, the first one from epoch 0 on. The last state
+    whose first epoch has come counts.
+    """
+    return [samples for first, samples in states if first <= epoch][-1]
+
+
 class Schedule:
     """All epochs' plans of one data set: `schedule.batch(step)` for any step, in any order.
 
@@ -132,11 +141,20 @@ class Schedule:
         token_budget: int,
         max_documents: int,
         anchor_budget: int,
+        states: Sequence[tuple[int, int]] | None = None,
     ) -> None:
+        """lengths, anchors: int [n]. states: see `samples_at`; None: all samples in every epoch.
+
+        Raises UserError when a sample does not fit into an empty batch, whenever its turn is.
+        """
+        _check(lengths, anchors, token_budget, max_documents, anchor_budget)
+        self._states = ((0, len(lengths)),) if states is None else tuple(states)
+
         def plan(epoch: int) -> list[list[int]]:
+            count = self.samples_in(epoch)
             return plan_epoch(
-                lengths,
-                anchors,
+                lengths[:count],
+                anchors[:count],
                 seed=seed,
                 epoch=epoch,
                 token_budget=token_budget,
@@ -149,7 +167,11 @@ class Schedule:
         self._plan = plan
         self._plans: dict[int, list[list[int]]] = {}
         self._counts: dict[int, int] = {}
-        self.epoch(0)  # impossible budgets are reported before anything trains
+        self.epoch(0)  # not only in the first step, which the other ranks wait for
+
+    def samples_in(self, epoch: int) -> int:
+        """Samples that the epoch trains on, each once."""
+        return samples_at(self._states, epoch)
 
     def epoch(self, epoch: int) -> list[list[int]]:
         """The epoch's batches of sample indices."""
@@ -170,6 +192,11 @@ class Schedule:
     def locate(self, step: int) -> tuple[int, int]:
         """(epoch, index) of a step."""
         return batch_at(step, self.batches_in)
+
+    def untouched(self, batches: int) -> int:
+        """The first epoch that the plan's first `batches` batches have not begun."""
+        epoch, index = self.locate(batches)
+        return epoch + (index > 0)
 
     def batch(self, step: int) -> list[int]:
         """Sample indices of the step's batch."""

@@ -144,27 +144,6 @@ def _open(folder: Path, config: TrainConfig) -> Path | None:
     return saved[-1]
 
 
-def keep_identity(folder: Path, identity: dict[str, str], *, resumed: bool) -> None:
-    """Note what a starting run trains on, by content; UserError if a resumed one finds other.
-
-    identity: what it is -> hash of its content. Paths stay the same when the files behind them
-    are edited, so the options alone cannot tell.
-    """
-    file = folder / "identity.json"
-    if not resumed:
-        file.write_text(json.dumps(identity, indent=2) + "\n")
-        return
-    if not file.exists():
-        raise UserError(f"{file} is missing, so the run cannot be continued: start another one")
-    before = json.loads(file.read_text())
-    for name, value in identity.items():
-        if before.get(name) != value:
-            raise UserError(
-                f"the {name} changed since the run in {folder} began: restore what it was, or "
-                "start in another --run.dir"
-            )
-
-
 @contextmanager
 def interruption() -> Iterator[Callable[[], bool]]:
     """Inside, the first SIGINT or SIGTERM only sets a flag (returned as a function).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dflash_ext.data.store import TokenStore, split_indices
 from dflash_ext.data.synthesis import synthesized_store
 from dflash_ext.errors import UserError
 from dflash_ext.monitor import Monitor
+from dflash_ext.plan import Schedule
 from dflash_ext.target import Target
 
 
@@ -93,6 +95,51 @@ def synthesise(config: TrainConfig, target: Target, monitor: Monitor) -> tuple[S
     return split(store, options.held_out, config.seed)
 
 
-def split(store: TokenStore, held_out: int, seed: int) -> tuple[Samples, Samples]:
-    train_indices, held_out_indices = split_indices(store.keys, held_out, seed=seed)
-    return Samples(store, train_indices), Samples(store, held_out_indices)
+def split(
+    store: TokenStore, held_out: int, seed: int, *, begun: int | None = None
+) -> tuple[Samples, Samples]:
+    """Training samples and those of `held_out` rows; UserError if there are not that many.
+
+    begun: how many samples the store had when the run began (None: as many as now). What is held
+    out was chosen then; later rows are trained on, except copies of held-out ones. So training
+    samples keep their places among the training samples, and new ones follow.
+    """
+    _, held = split_indices(store.keys[:begun], held_out, seed=seed)
+    is_held = np.isin(store.keys, store.keys[held])
+    return Samples(store, np.flatnonzero(~is_held)), Samples(store, held)
+
+
+def as_begun(
+    config: TrainConfig, data: tuple[Samples, Samples], states: Sequence[str], held_out: str
+) -> tuple[Samples, Samples]:
+    """Training and held-out samples of a run whose stores grew since it began.
+
+    data: what the stores hold now. states: identities of the training data, from the first to the
+    last to use. held_out: identity of the held-out data. UserError if a store never was that.
+    """
+    train_set, other = data
+    store = train_set.store.as_of(states[-1])
+    if other.store is train_set.store:
+        return split(store, config.data.held_out, config.seed, begun=store.prefix(states[0]))
+    held = other.store.as_of(held_out)
+    return Samples(store, np.arange(len(store))), Samples(held, np.arange(len(held)))
+
+
+def schedule_of(
+    config: TrainConfig, samples: Samples, states: Sequence[tuple[int, str]] = ()
+) -> Schedule:
+    """The plan of all epochs. UserError if a sample does not fit the budgets.
+
+    states: (first epoch, identity of the data from then on); none: all samples in every epoch.
+    """
+    options, store = config.batch, samples.store
+    counts = [(e, int(np.searchsorted(samples.indices, store.prefix(i) or 0))) for e, i in states]
+    return Schedule(
+        store.lengths[samples.indices],
+        np.minimum(store.candidates[samples.indices], options.anchors_per_sequence),
+        seed=config.seed,
+        token_budget=options.token_budget,
+        max_documents=options.max_documents,
+        anchor_budget=options.anchor_budget,
+        states=counts or None,
+    )

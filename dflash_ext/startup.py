@@ -14,7 +14,6 @@ import torch
 
 from dflash_ext.checkpoint import Progress, read_progress
 from dflash_ext.config import TrainConfig
-from dflash_ext.data.synthesis import model_identity
 from dflash_ext.errors import UserError
 from dflash_ext.initialise import build_drafter, export_taps
 from dflash_ext.memory import largest_batch, predict_peak
@@ -23,7 +22,6 @@ from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.parallel import Replicas, Shards
 from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks
-from dflash_ext.samples import Samples
 from dflash_ext.shield import shield
 from dflash_ext.target import DTYPES, Target
 from dflash_ext.topology import Course
@@ -110,22 +108,6 @@ def build_side(config: TrainConfig, ranks: Ranks, target: Target) -> Side:
     return Side(trainer, optimizer, shards)
 
 
-def agree_on_identity(ranks: Ranks, identity: dict[str, str]) -> None:
-    """UserError on a rank whose data or target is not rank 0's."""
-    if ranks.topology.shared:
-        return
-    if ranks.first:
-        ranks.watch.publish("identity", identity)
-        return
-    told = cast("dict[str, str]", ranks.watch.wait_for("identity", "waiting for rank 0's data"))
-    for name, value in identity.items():
-        if told[name] != value:
-            raise UserError(
-                f"the {name} on rank {ranks.rank} differs from rank 0's: give all machines the "
-                "same files, and a DFLASH_CACHE they share if the target writes the data"
-            )
-
-
 def whereabouts(
     config: TrainConfig,
     ranks: Ranks,
@@ -141,11 +123,13 @@ def whereabouts(
         return path, progress, told["steps"]
     M, A, D = ranks.topology.drafters, config.batch.accumulate, config.batch.draws
     progress = Progress(0) if checkpoint is None else read_progress(checkpoint)
+    end = None if config.epochs is None else schedule.batches_of(config.epochs)
     if progress.course is None:
-        end = None if config.epochs is None else schedule.batches_of(config.epochs)
         course = Course(M, A, D, end)
     else:
+        # The end moves where the data grew, never over a batch that is behind the run.
         course = progress.course.continued(progress.position, M, A, D)
+        course = dataclasses.replace(course, end=end)
         before, now = progress.course.drafters * progress.course.accumulate, M * A
         if before != now:
             monitor.say(
@@ -159,24 +143,6 @@ def whereabouts(
         place = {"position": progress.position, "seconds": progress.seconds, "steps": steps}
         ranks.watch.publish("progress", told | place | {"course": dataclasses.asdict(course)})
     return checkpoint, progress, steps
-
-
-def target_identity(target: Target) -> dict[str, str]:
-    """The target by content: config, dtype and weights."""
-    model = model_identity(target.model)
-    return {
-        "target's config": model["config"],
-        "target's dtype": model["dtype"],
-        "target's weights": model["weights"],
-    }
-
-
-def data_identity(train_set: Samples, held_out: Samples) -> dict[str, str]:
-    """The data by content."""
-    return {
-        "training data": train_set.store.identity,
-        "held-out data": held_out.store.identity,
-    }
 
 
 def write_resolved(file: Path, trainer: Trainer, path: str, monitor: Monitor) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import tyro
 from transformers.utils import logging as transformers_logging
@@ -29,29 +28,26 @@ from dflash_ext.config import RECIPES, DrafterOptions, TrainConfig, check_given,
 from dflash_ext.data.registry import smollm2_dir
 from dflash_ext.errors import UserError, run_cli
 from dflash_ext.export import save_export
+from dflash_ext.identity import settle
 from dflash_ext.launch import start_local, world_size
 from dflash_ext.metrics import summarise, sums_size
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import DrafterOptimizer, StepResult, muon_class
 from dflash_ext.pipeline import Book, InProcess, Source, own_handovers
-from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks, started_as_rank
 from dflash_ext.rates import Tally, TargetCost, product_tflops, rates
 from dflash_ext.receiver import Receiver
 from dflash_ext.record import save
-from dflash_ext.run import claim_run, interruption, keep_identity, resolve_device
-from dflash_ext.samples import Samples, prepare_files, synthesise
+from dflash_ext.run import claim_run, interruption, resolve_device
+from dflash_ext.samples import prepare_files, synthesise
 from dflash_ext.sender import Sender, serve
 from dflash_ext.startup import (
     Side,
-    agree_on_identity,
     build_side,
-    data_identity,
     fp32_target,
     load_target,
     rehearse,
     report_memory,
-    target_identity,
     whereabouts,
     write_resolved,
 )
@@ -127,11 +123,8 @@ def _train(
 
     with ranks.first_goes_first("samples", "making data"):
         train_set, held_out = given or synthesise(config, target, monitor)
-    identity = target_identity(target) | data_identity(train_set, held_out)
-    agree_on_identity(ranks, identity)
-    if folder is not None:
-        keep_identity(folder, identity, resumed=checkpoint is not None)
-    schedule = schedule_of(config, train_set)
+    data = settle(config, ranks, folder, checkpoint, target, (train_set, held_out), monitor)
+    train_set, held_out, schedule = data
     row_bytes = len(target.tap_ids) * target.hidden_size * target.dtype.itemsize
     book = Book(train_set, schedule, Validation(config, held_out, row_bytes))
     checkpoint, progress, steps = whereabouts(config, ranks, schedule, checkpoint, monitor)
@@ -207,19 +200,6 @@ def _train(
         options = json.loads(to_json(config))
         save(folder / "results.json", {**result, "options": options, "rows": rows})
     return 0
-
-
-def schedule_of(config: TrainConfig, samples: Samples) -> Schedule:
-    """The plan of all epochs. UserError if a sample does not fit the budgets."""
-    options, store = config.batch, samples.store
-    return Schedule(
-        store.lengths[samples.indices],
-        np.minimum(store.candidates[samples.indices], options.anchors_per_sequence),
-        seed=config.seed,
-        token_budget=options.token_budget,
-        max_documents=options.max_documents,
-        anchor_budget=options.anchor_budget,
-    )
 
 
 def loop(

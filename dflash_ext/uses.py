@@ -23,7 +23,10 @@ def planned_uses(schedule: Schedule, batches: int) -> np.ndarray:
     epoch, index = schedule.locate(batches)
     done = [sample for group in schedule.epoch(epoch)[:index] for sample in group]
     counts = np.bincount(np.array(done, dtype=np.int64), minlength=len(schedule.lengths))
-    return (counts + epoch).astype(np.int32)
+    # A whole epoch used its first so many samples; the data only grow, so the sizes are sorted.
+    sizes = [schedule.samples_in(whole) for whole in range(epoch)]
+    without = np.searchsorted(sizes, np.arange(len(counts)), side="right")
+    return (counts + epoch - without).astype(np.int32)
 
 
 class Uses:
@@ -38,7 +41,11 @@ class Uses:
         np.add.at(self._uses, np.asarray(sample_ids), 1)
 
     def restore(self, uses: torch.Tensor, progress: Progress) -> None:
-        """Continue from a checkpoint's counts, on one drafter; the others begin at zero."""
+        """Continue from a checkpoint's counts, on one drafter; the others begin at zero.
+
+        They may be of fewer samples: data that grew since then kept the old ones in their places.
+        """
+        uses = torch.nn.functional.pad(uses, (0, max(0, len(self._indices) - len(uses))))
         self._check(uses, progress)
         self._uses[self._indices] = uses.numpy()
 

@@ -4,11 +4,12 @@ import resource
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_ext.errors import UserError
 from dflash_ext.plan import Schedule, batch_at, plan_epoch
+from dflash_ext.uses import planned_uses
 
 BUDGETS = {"token_budget": 64, "max_documents": 5, "anchor_budget": 20}
 SAMPLES = st.lists(st.tuples(st.integers(1, 64), st.integers(0, 20)), min_size=1, max_size=120)
@@ -89,6 +90,43 @@ def test_schedule_restarts_anywhere():
     assert walked == [batch for epoch in range(4) for batch in plan(samples, 3, epoch)]
     fresh = Schedule(lengths, anchors, seed=3, **BUDGETS)
     assert [fresh.batch(step) for step in reversed(range(steps))] == walked[::-1]
+
+
+STATES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SAMPLES, STATES, st.integers(0, 2**40))
+def test_epochs_of_growing_data(samples, growth, seed):
+    """Each epoch is that of the data as they were; each of its samples once; uses add up."""
+    sizes, states = [max(1, len(samples) - sum(n for _, n in growth))], []
+    for _, more in growth:
+        sizes.append(min(len(samples), sizes[-1] + more))
+    for size, first in zip(sizes, [0, *sorted(first for first, _ in growth)]):
+        states.append((first, size))
+    lengths, anchors = np.array(samples).T
+    schedule = Schedule(lengths, anchors, seed=seed, states=states, **BUDGETS)
+    uses, step = np.zeros(len(samples), dtype=int), 0
+    for epoch in range(5):
+        begun = [size for first, size in states if first <= epoch]
+        size = max(begun)  # the data only grow
+        assert schedule.samples_in(epoch) == size
+        assert schedule.batches_of(epoch) == step
+        assert schedule.untouched(step) == epoch
+        expected = plan(samples[:size], seed, epoch)
+        assert sorted(i for batch in expected for i in batch) == list(range(size))
+        for batch in expected:
+            assert planned_uses(schedule, step).tolist() == uses.tolist()
+            assert schedule.batch(step) == batch
+            uses[batch] += 1
+            step += 1
+            assert schedule.untouched(step) == epoch + 1
+
+
+def test_a_later_sample_that_fits_no_batch_is_found_at_once():
+    lengths = np.array([5, 6, 65])
+    with pytest.raises(UserError, match="sample 2 has 65 tokens but a batch holds 64"):
+        Schedule(lengths, lengths * 0, seed=0, states=[(0, 2), (9, 3)], **BUDGETS)
 
 
 def test_a_million_samples_are_planned_in_seconds():

@@ -11,7 +11,7 @@ import pytest
 
 from dflash_ext.config import BatchOptions, RunOptions, TopologyOptions, TrainConfig
 from dflash_ext.errors import UserError
-from dflash_ext.run import claim_run, keep_identity
+from dflash_ext.run import claim_run
 
 
 def claim(**run):
@@ -125,18 +125,6 @@ def test_resume_without_a_folder_takes_the_newest_run_of_any_name(tmp_path, monk
         assert checkpoint == folder / "checkpoints/step-1"
         with pytest.raises(UserError, match="runs/mine is in use"), claim(resume="auto"):
             pass
-
-
-def test_identity(tmp_path):
-    before = {"training data": "a", "target's weights": "b"}
-    keep_identity(tmp_path, before, resumed=False)
-    keep_identity(tmp_path, before, resumed=True)
-    for name in before:
-        with pytest.raises(UserError, match=f"the {name} changed since the run in"):
-            keep_identity(tmp_path, before | {name: "c"}, resumed=True)
-    (tmp_path / "identity.json").unlink()
-    with pytest.raises(UserError, match="is missing"):
-        keep_identity(tmp_path, before, resumed=True)
 
 
 def test_what_may_change_when_a_run_goes_on(tmp_path):

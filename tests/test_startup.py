@@ -19,9 +19,8 @@ from dflash_ext.monitor import Monitor
 from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks
 from dflash_ext.samples import prepare_files
-from dflash_ext.startup import agree_on_identity, random_target, whereabouts
+from dflash_ext.startup import random_target, whereabouts
 from dflash_ext.topology import Course, Topology
-from dflash_ext.watch import NoWatch
 
 LENGTHS = np.full(50, 10)
 SCHEDULE = Schedule(LENGTHS, LENGTHS, seed=0, token_budget=30, max_documents=3, anchor_budget=100)
@@ -55,26 +54,6 @@ def test_a_run_goes_on_with_other_numbers(tmp_path):
     assert progress == Progress(4, 2.0, Course(2, 1, 1, 51, 4, 24))
     assert steps == 4 + 14  # 27 batches are left, 2 each step
     assert "has 2 micro-batches (2 drafters x 1) from here on, it had 6" in said
-
-
-class Told(NoWatch):
-    """Rank 0 has said something."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
-
-    def wait_for(self, key, activity):
-        return self.value
-
-
-def test_ranks_agree_on_data_and_target():
-    own = {"training data": "a", "target's weights": "b"}
-    ranks = Ranks(Topology(2, 1, shared=False), rank=2, watch=Told(own))
-    agree_on_identity(ranks, own)
-    for name in own:
-        with pytest.raises(UserError, match=f"the {name} on rank 2 differs from rank 0's"):
-            agree_on_identity(ranks, own | {name: "other"})
 
 
 def test_a_random_target_is_the_same_everywhere(tmp_path):

@@ -44,9 +44,8 @@ from dflash_ext.ranks import Ranks
 from dflash_ext.rates import product_tflops
 from dflash_ext.record import save
 from dflash_ext.run import resolve_device
-from dflash_ext.samples import Samples
+from dflash_ext.samples import Samples, schedule_of
 from dflash_ext.startup import build_side, load_target
-from dflash_ext.train import schedule_of
 from dflash_ext.transfer import FeatureBatch
 
 WARMUP_STEPS = 20
