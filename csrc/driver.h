@@ -47,4 +47,27 @@ const Driver& require_driver();
 // Throws std::runtime_error "<what>: CUDA_ERROR_..." unless result is CUDA_SUCCESS.
 void check(CUresult result, const std::string& what);
 
+// Makes the device's primary context current for a scope. A fresh thread has none at all (also
+// autograd's), and a thread may be on another device: both are put right and then undone.
+class ContextScope {
+ public:
+  ContextScope(const Driver& d, CUcontext wanted) : d_(d) {
+    CUcontext current = nullptr;
+    check(d.cuCtxGetCurrent(&current), "cuCtxGetCurrent");
+    if (current == wanted) return;
+    check(d.cuCtxPushCurrent(wanted), "cuCtxPushCurrent");
+    pushed_ = true;
+  }
+  ~ContextScope() {
+    CUcontext popped = nullptr;
+    if (pushed_) d_.cuCtxPopCurrent(&popped);
+  }
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  const Driver& d_;
+  bool pushed_ = false;
+};
+
 }  // namespace dflash

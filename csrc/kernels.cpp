@@ -48,29 +48,6 @@ constexpr int kMaxDevices = 64;
 std::atomic<const DeviceState*> g_devices[kMaxDevices];
 std::mutex g_load_mutex;
 
-// Makes the device's primary context current for a scope. A fresh thread has none at all (also
-// autograd's), and a thread may be on another device: both are put right and then undone.
-class ContextScope {
- public:
-  ContextScope(const Driver& d, CUcontext wanted) : d_(d) {
-    CUcontext current = nullptr;
-    check(d.cuCtxGetCurrent(&current), "cuCtxGetCurrent");
-    if (current == wanted) return;
-    check(d.cuCtxPushCurrent(wanted), "cuCtxPushCurrent");
-    pushed_ = true;
-  }
-  ~ContextScope() {
-    CUcontext popped = nullptr;
-    if (pushed_) d_.cuCtxPopCurrent(&popped);
-  }
-  ContextScope(const ContextScope&) = delete;
-  ContextScope& operator=(const ContextScope&) = delete;
-
- private:
-  const Driver& d_;
-  bool pushed_ = false;
-};
-
 Loaded load_image(const Driver& d, const Image& image, const DeviceState& state) {
   const std::string what =
       std::string(kKernelNames[int(image.kernel)]) + " for " + state.name;
@@ -221,6 +198,10 @@ void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** v
   // A CUkernel is launched through the CUfunction type: the driver resolves it per context.
   check(d.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(loaded.kernel), values, nullptr),
         std::string("launching ") + kKernelNames[int(kernel)] + " on " + state.name);
+}
+
+ContextScope enter_device(int device) {
+  return ContextScope(require_driver(), device_state(device).context);
 }
 
 void warmup(int device) { device_state(device); }

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "driver.h"
+
 namespace dflash {
 
 #include "kernel_ids.inc"  // generated: enum class KernelId, kKernelNames, kNumKernels, kKeyTile
@@ -40,6 +42,9 @@ ImageChoice choose_image(int sm, const std::string& device_name);
 using Grid = std::function<int64_t(int64_t tile, int64_t multiprocessors)>;
 void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** values,
             const size_t* sizes, size_t count, uint64_t counter, const Grid& grid);
+
+// The device's context for a scope: encoding a tensor map needs one, like launching.
+ContextScope enter_device(int device);
 
 // Loads every image of the device, so that nothing is loaded later (for example in graph capture).
 void warmup(int device);

@@ -100,6 +100,7 @@ CUresult cuTensorMapEncodeTiled(void *out, int type, unsigned rank, void *addres
                                 const uint64_t *strides, const unsigned *box, const unsigned *steps,
                                 int interleave, int swizzle, int promotion, int fill) {
   (void)steps; (void)promotion;
+  if (!depth) return 201; /* as the real driver: autograd's threads have no context */
   if (interleave || fill || (uintptr_t)out % 64) return 1;
   pthread_mutex_lock(&lock);
   struct map *m = &maps[num_maps++ % MAX_RECORDS];

@@ -212,6 +212,22 @@ print(json.dumps(dict(maps=maps(), grid=last().grid)))
     assert r["grid"] == (-(-300 // 128) + 1) * 2
 
 
+def test_maps_are_encoded_in_a_thread_without_a_context(stub: dict[str, Path]) -> None:
+    """As in autograd's threads: the launcher brings the context for the encoding too."""
+    script = """
+errors = []
+def work():
+    try:
+        hopper("hopper_fwd_own32", out_ptr=65536, lse_ptr=11, doc_first_ptr=5, doc_last_ptr=6)
+        errors.append(stub.stub_context_depth())
+    except Exception as e:
+        errors.append(repr(e))
+thread = threading.Thread(target=work); thread.start(); thread.join()
+print(json.dumps(dict(errors=errors, maps=stub.stub_num_maps(), records=stub.stub_num_records())))
+"""
+    assert result(run(stub["plain"], script)) == {"errors": [0], "maps": 6, "records": 1}
+
+
 def test_persistent_kernels_start_one_program_a_multiprocessor(stub: dict[str, Path]) -> None:
     script = """
 args = {f"{n}_ptr": 4096 * (i + 1) for i, n in enumerate(NAMES)}

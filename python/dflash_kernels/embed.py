@@ -58,7 +58,7 @@ def encode(name: str, kind: TensorMap | VectorMap) -> str:
 
 def launcher(kernel: Kernel) -> str:
     """One function: resolves the image, computes the grid, launches; throws on any error."""
-    typed = [f"{TYPES[kind][1]} {name}" for name, kind in kernel.host.items()]
+    typed = [f"[[maybe_unused]] {TYPES[kind][1]} {name}" for name, kind in kernel.host.items()]
     made: list[str] = []
     values: list[str] = []
     sizes: list[str] = []
@@ -75,6 +75,7 @@ def launcher(kernel: Kernel) -> str:
             sizes += ["4"] * rank + ["8"] * rank
     counters = [name for name, kind in kernel.arguments.items() if kind == "counter*"]
     if any(value == "&unread" for value in values):
+        made = ["const ContextScope scope = enter_device(device);", *made]
         made.append("const int64_t unread = 0;")
     body = "".join(f"  {line}\n" for line in made)
     arguments = ", ".join(f"const_cast<void*>(static_cast<const void*>({v}))" for v in values)
