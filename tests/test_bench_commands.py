@@ -125,6 +125,10 @@ def test_attention_as_on_cuda(
         ),
     )
     monkeypatch.setattr(operator, "attention_path", lambda t, layout: "hopper")
+    # What the path names runs on the CPU here.
+    forward, backward = operator._forward_cpu, operator._backward_cpu
+    monkeypatch.setattr(operator, "_forward_cuda", lambda *a: forward(*a[:-1]))
+    monkeypatch.setattr(operator, "_backward_cuda", lambda *a: backward(*a[:-1]))
     monkeypatch.setattr(operator, "forced_path", lambda name: nullcontext())
 
     kept = tmp_path / "attention_h200.json"
