@@ -27,7 +27,7 @@ def test_kills_at_random_moments(tmp_path, monkeypatch):
     world = make_world(tmp_path)
     monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    epochs = max(2, KILLS)
+    epochs = 2 * KILLS  # enough steps for every kill to fall before the last one
     shape = {"epochs": epochs, "batch": {"token_budget": 48}, "run": {"checkpoint_every": 2}}
     whole, soaked = tmp_path / "whole", tmp_path / "soaked"
     assert start(run_config(world, whole, 1, 2, **shape)) == 0
@@ -53,7 +53,7 @@ def test_kills_at_random_moments(tmp_path, monkeypatch):
     print(f"{kills} kills, {kills + 1} starts, all ranks gone within {slowest:.1f} s")
     assert kills >= min(KILLS, 10)
     assert roles == {"target", "drafte"}
-    assert slowest < 20
+    assert slowest < 60
 
     last = read_progress(checkpoints(soaked / "checkpoints")[-1])
     uses = state_of(soaked, last.position)["uses"]
