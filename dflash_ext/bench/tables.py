@@ -216,6 +216,8 @@ def docs_attention(result: Row) -> str:
     return "\n\n".join(parts)
 
 
+DATA: Columns = [("what", "what", "{}"), ("measured", "measured", "{}"), ("required", "required", "{}")]
+
 # Result file, title, how to show it. An empty text leaves the section out.
 Sections = Sequence[tuple[str, str, Callable[[Row], str]]]
 README: Sections = [
@@ -230,6 +232,7 @@ README: Sections = [
         "Quickstart on the CPU: accepted length",
         lambda r: markdown(QUICKSTART, r["rows"]),
     ),
+    ("data_cpu.json", "Data on two cores", lambda r: markdown(DATA, r["rows"])),
     (
         "quickstart_h200.json",
         "Quickstart on one GPU: held-out metrics while training",

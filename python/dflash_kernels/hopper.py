@@ -9,10 +9,11 @@ end. The scheduler is apart because finding an item takes three dependent trips 
 the loader may be away from its rings.
 
 Rows are flattened (block, slot, head of the group) triples as in attention_rows.py. Here B and G
-are powers of two with B*G <= 128, so a tile holds whole blocks and the divisions are shifts; both stay
-run time arguments. A tile of 64 rows is 64/G tokens of G heads: the tensor map of such a tile is
-encoded at launch with the box (D, G, 64/G), while the code is compiled for the nominal (D, 4, 16).
-The two differ only in the map: 64 rows of D elements land in shared memory in the same places.
+are powers of two with B*G <= 128, so a tile holds whole blocks and the divisions are shifts; both
+stay run time arguments. A tile of 64 rows is 64/G tokens of G heads: the tensor map of such a tile
+is encoded at launch with the box (D, G, 64/G), while the code is compiled for the nominal
+(D, 4, 16). The two differ only in the map: 64 rows of D elements land in shared memory in the same
+places.
 """
 
 from triton.experimental import gluon
