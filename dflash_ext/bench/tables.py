@@ -216,7 +216,7 @@ def docs_attention(result: Row) -> str:
     return "\n\n".join(parts)
 
 
-DATA: Columns = [("what", "what", "{}"), ("measured", "measured", "{}"), ("required", "required", "{}")]
+DATA: Columns = [(name, name, "{}") for name in ("what", "measured", "required")]
 
 # Result file, title, how to show it. An empty text leaves the section out.
 Sections = Sequence[tuple[str, str, Callable[[Row], str]]]
