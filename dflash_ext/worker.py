@@ -56,8 +56,9 @@ def _set_environment() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Ranks of one machine share its cores.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+    # Said here too: a process forked from a warm one has read its environment long ago.
+    share = max(1, len(os.sched_getaffinity(0)) // local)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", share)))
 
 
 def _end(watch: Watch, rank: int, size: int, error: BaseException) -> None:

@@ -7,6 +7,8 @@ import os
 # Read by Triton when it is first imported, which torch or transformers may do at any time: its own
 # library functions must be interpreted too. Nothing but the interpreter tests runs Triton here.
 os.environ["TRITON_INTERPRET"] = "1"
+# Tiny models: a second thread costs more than it does, and rank tests start many processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
