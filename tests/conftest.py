@@ -10,8 +10,17 @@ os.environ["TRITON_INTERPRET"] = "1"
 # Tiny models: a second thread costs more than it does, and rank tests start many processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import multiprocessing
+from multiprocessing import forkserver
+
 import pytest
 import torch
+
+from dflash_ext import launch
+
+# One server forks the workers of all tests: warm with what ranks import, or each would import it.
+multiprocessing.set_forkserver_preload(launch._PRELOAD)
+forkserver.ensure_running()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
