@@ -87,8 +87,7 @@ def signature_type(kind: Argument, constants: dict[str, Any], gluon: bool) -> st
 def passed_parameters(kind: Argument) -> list[str]:
     """PTX parameters of one argument: a map is 128 bytes, its extents (i32) and strides (i64)."""
     if isinstance(kind, (TensorMap, VectorMap)):
-        rank = 3 if isinstance(kind, TensorMap) else 1
-        return ["u8[128]", *["u32"] * rank, *["u64"] * rank]
+        return ["u8[128]", *["u32"] * kind.rank, *["u64"] * kind.rank]
     return ["u32" if isinstance(kind, Computed) else TYPES[kind][2]]
 
 

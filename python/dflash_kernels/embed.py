@@ -70,9 +70,8 @@ def launcher(kernel: Kernel) -> str:
         elif not isinstance(kind, str):
             made.append(encode(name, kind))
             # Extents and strides follow the map; the build checks that the code reads none.
-            rank = 3 if isinstance(kind, TensorMap) else 1
-            values += ["&unread"] * 2 * rank
-            sizes += ["4"] * rank + ["8"] * rank
+            values += ["&unread"] * 2 * kind.rank
+            sizes += ["4"] * kind.rank + ["8"] * kind.rank
     counters = [name for name, kind in kernel.arguments.items() if kind == "counter*"]
     if any(value == "&unread" for value in values):
         made = ["const ContextScope scope = enter_device(device);", *made]

@@ -18,16 +18,18 @@ places.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
 from triton.language.core import _aggregate as aggregate
 
 TILE = gl.constexpr(128)  # rows or keys of a work item
 HALF = gl.constexpr(64)  # of one consumer warpgroup
 CONSUMERS = gl.constexpr(2)
 LOG_TILE = gl.constexpr(7)
-# The score of a hidden pair: finite, so that rows that see nothing (padding) stay free of NaN, and
-# far enough below any score that its probability is exactly 0 in rows that see something.
-HIDDEN = gl.constexpr(-1e30)
 # Cells of the message that comes with a work item; the first is the item, or -1: no more.
 CELLS = gl.constexpr(6)
 
@@ -166,6 +168,13 @@ def new_items():
 
 
 @gluon.jit
+def scores(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """Start a b^T, both in shared memory with D as their second dimension."""
+    zero = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def draw_item(counter_ptr):
     """The next item after the first `num_programs`, which the programs have by their number."""
     return gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
@@ -301,26 +310,18 @@ def schedule_row_tiles(
 
 
 @gluon.jit
-def hide(s, i, lo, before, full, lower, end, BN: gl.constexpr, layout: gl.constexpr):
-    """Scores of key tile i, HIDDEN where a row does not see the key; nothing to do in full tiles.
-
-    A tile past the full ones, the usual case, is cut only where the rows' intervals end.
-    """
-    if (i < before) | (i >= before + full):
-        key = lo + i * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
-        s = gl.where(key[None, :] < end[:, None], s, HIDDEN)
-        if i < before:
-            s = gl.where(key[None, :] >= lower[:, None], s, HIDDEN)
-    return s
-
-
-@gluon.jit
 def load_keys(keys_map, ring, position, first, kv_head, BN: gl.constexpr, D: gl.constexpr):
     """Loader: a tile of BN keys (or values) into the ring, as soon as its slot is free."""
     ring.wait_empty(position)
     full = ring.full_barrier(position)
     mbarrier.expect(full, BN * D * 2)
     tma.async_copy_global_to_shared(keys_map, [first, kv_head, 0], full, ring.slot(position))
+
+
+@gluon.constexpr_function
+def own_slots(OWN, BN):
+    """Ring slots of BN rows that the own keys and values of both halves take."""
+    return 1 if 2 * CONSUMERS * OWN <= BN else 2
 
 
 @gluon.jit
@@ -335,7 +336,7 @@ def own_rows(
 ):
     """Where `load_own` puts the own keys (or values) of a half: [OWN, 1, D]."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
-    if 2 * CONSUMERS * OWN <= BN:
+    if own_slots(OWN, BN) == 1:
         slot = ring.slot(base)._reinterpret(gl.bfloat16, [2 * CONSUMERS, OWN, 1, D], LAYOUT)
         rows = slot.index(CONSUMERS * VALUES + WG)
     else:
@@ -358,7 +359,7 @@ def load_own(
     D: gl.constexpr,
 ):
     """Loader: own keys and values of both halves of row tile t: one slot, or one for each."""
-    SHARED: gl.constexpr = 2 * CONSUMERS * OWN <= BN
+    SHARED: gl.constexpr = own_slots(OWN, BN) == 1
     for values in gl.static_range(2):
         at = base + (0 if SHARED else values)
         if values == 0 or not SHARED:

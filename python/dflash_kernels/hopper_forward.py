@@ -17,20 +17,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dflash_kernels.hopper import (
     HALF,
-    HIDDEN,
     TILE,
     Blocks,
     half_of_slot,
-    hide,
     load_keys,
     load_own,
     load_rows,
     new_items,
     new_ring,
     own_rows,
+    own_slots,
     schedule_row_tiles,
+    scores,
     store_half,
 )
+
+# The score of a hidden pair: finite, so that rows that see nothing (padding) stay free of NaN, and
+# far enough below any score that its probability is exactly 0 in rows that see something.
+HIDDEN = gl.constexpr(-1e30)
 
 
 @gluon.jit
@@ -50,7 +54,7 @@ def _load(
     BN: gl.constexpr,
     OWN: gl.constexpr,
 ):
-    OWN_SLOTS: gl.constexpr = 1 if 4 * OWN <= BN else 2
+    OWN_SLOTS: gl.constexpr = own_slots(OWN, BN)
     k_position = 0
     v_position = 0
     r = 0
@@ -75,21 +79,32 @@ def _load(
 
 
 @gluon.jit
-def _attend(
-    out_map,
-    lse_ptr,
-    items,
-    q_ring,
-    k_ring,
-    v_ring,
-    blocks,
-    num_kv_heads,
-    scale_log2,
-    WG: gl.constexpr,
-    D: gl.constexpr,
-    BN: gl.constexpr,
-    OWN: gl.constexpr,
-):
+def _hide(s, i, lo, before, full, lower, end, BN: gl.constexpr, layout: gl.constexpr):
+    """Scores of key tile i, HIDDEN where a row does not see the key; nothing to do in full tiles.
+
+    A tile past the full ones, the usual case, is cut only where the rows' intervals end.
+    """
+    if (i < before) | (i >= before + full):
+        key = lo + i * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+        s = gl.where(key[None, :] < end[:, None], s, HIDDEN)
+        if i < before:
+            s = gl.where(key[None, :] >= lower[:, None], s, HIDDEN)
+    return s
+
+
+@gluon.jit
+def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl.constexpr):
+    (
+        out_map,
+        lse_ptr,
+        items,
+        q_ring,
+        k_ring,
+        v_ring,
+        blocks,
+        num_kv_heads,
+        scale_log2,
+    ) = shared
     OWN_S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN, 16])
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -97,7 +112,7 @@ def _attend(
     OWN_ROW: gl.constexpr = gl.SliceLayout(1, OWN_S)
     OUT_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    OWN_SLOTS: gl.constexpr = 1 if 4 * OWN <= BN else 2
+    OWN_SLOTS: gl.constexpr = own_slots(OWN, BN)
     num_rows = blocks.num_rows()
     k_base = 0  # ring positions of the item's first context tile, and of its own keys and values
     v_base = 0
@@ -116,21 +131,9 @@ def _attend(
         v_ring.wait_full(v_base)
         own_k = own_rows(v_ring, v_base, 0, WG, OWN, BN, D).reshape([OWN, D])
         own_v = own_rows(v_ring, v_base, 1, WG, OWN, BN, D).reshape([OWN, D])
-        own_token = warpgroup_mma(
-            q,
-            own_k.permute((1, 0)),
-            gl.zeros([HALF, OWN], gl.float32, OWN_S),
-            use_acc=False,
-            is_async=True,
-        )
+        own_token = scores(q, own_k, HALF, OWN, OWN_S)
         k_ring.wait_full(k_base)
-        s_token = warpgroup_mma(
-            q,
-            k_ring.slot(k_base).reshape([BN, D]).permute((1, 0)),
-            gl.zeros([HALF, BN], gl.float32, S),
-            use_acc=False,
-            is_async=True,
-        )
+        s_token = scores(q, k_ring.slot(k_base).reshape([BN, D]), HALF, BN, S)
         row = t * TILE + WG * HALF + gl.arange(0, HALF, layout=ROW)
         token, block, lower, end = blocks.rows(row)
         own_key = blocks.first_own_key(t, WG) + gl.arange(0, OWN, layout=gl.SliceLayout(0, OWN_S))
@@ -144,7 +147,7 @@ def _attend(
         own_m = gl.convert_layout(gl.max(own_s, 1), ROW)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         k_ring.release(k_base)
-        s = hide(s, 0, lo, before, full, lower, end, BN, S)
+        s = _hide(s, 0, lo, before, full, lower, end, BN, S)
         m = gl.maximum(own_m, gl.max(s, 1)) * scale_log2
         own_p = gl.exp2(own_s * scale_log2 - gl.convert_layout(m, OWN_ROW)[:, None])
         if OWN_SLOTS == 2:
@@ -167,19 +170,13 @@ def _attend(
         v_first = v_base + OWN_SLOTS
         for j in range(1, tiles):
             k_ring.wait_full(k_base + j)
-            s_token = warpgroup_mma(
-                q,
-                k_ring.slot(k_base + j).reshape([BN, D]).permute((1, 0)),
-                gl.zeros([HALF, BN], gl.float32, S),
-                use_acc=False,
-                is_async=True,
-            )
+            s_token = scores(q, k_ring.slot(k_base + j).reshape([BN, D]), HALF, BN, S)
             v_ring.wait_full(v_first + j - 1)
             v_tile = v_ring.slot(v_first + j - 1).reshape([BN, D])
             acc_token = warpgroup_mma(p, v_tile, acc, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s_token,))
             k_ring.release(k_base + j)
-            s = hide(s, j, lo, before, full, lower, end, BN, S)
+            s = _hide(s, j, lo, before, full, lower, end, BN, S)
             m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
             alpha = gl.exp2(m - m_new)
             pf = gl.exp2(s * scale_log2 - m_new[:, None])
@@ -250,44 +247,21 @@ def hopper_fwd_kernel(
     k_ring = new_ring(k_sm, K_STAGES)
     v_ring = new_ring(v_sm, V_STAGES)
     blocks = Blocks(ctx_start_ptr, ctx_end_ptr, num_blocks, window, causal, log_b, log_g)
+    shared = (
+        out_map,
+        lse_ptr,
+        items,
+        q_ring,
+        k_ring,
+        v_ring,
+        blocks,
+        num_kv_heads,
+        scale_log2,
+    )
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    out_map,
-                    lse_ptr,
-                    items,
-                    q_ring,
-                    k_ring,
-                    v_ring,
-                    blocks,
-                    num_kv_heads,
-                    scale_log2,
-                    0,
-                    D,
-                    BN,
-                    OWN,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    out_map,
-                    lse_ptr,
-                    items,
-                    q_ring,
-                    k_ring,
-                    v_ring,
-                    blocks,
-                    num_kv_heads,
-                    scale_log2,
-                    1,
-                    D,
-                    BN,
-                    OWN,
-                ),
-            ),
+            (_attend, (shared, 0, D, BN, OWN)),
+            (_attend, (shared, 1, D, BN, OWN)),
             (
                 _load,
                 (

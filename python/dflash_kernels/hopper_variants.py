@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_kernels import hopper_backward, hopper_forward
+from dflash_kernels import hopper_dkv, hopper_dq, hopper_forward
 from dflash_kernels.spec import Argument, Computed, Kernel, TensorMap, VectorMap, pointers
 
 HEAD_DIMS = (64, 128)
@@ -97,7 +97,7 @@ def _forward(own: int, keys: int = 128) -> Kernel:
 def _dq(own: int, keys: int = 128) -> Kernel:
     return Kernel(
         name=f"hopper_bwd_dq_own{own}",
-        fn=hopper_backward.hopper_bwd_dq_kernel,
+        fn=hopper_dq.hopper_bwd_dq_kernel,
         arguments=_row_maps("q")
         | _row_maps("dout out", contiguous=True)
         | _key_maps("k_own v_own", own)
@@ -124,7 +124,7 @@ def _dkv() -> Kernel:
     sizes = dict(_SIZES)
     return Kernel(
         name="hopper_bwd_dkv",
-        fn=hopper_backward.hopper_bwd_dkv_kernel,
+        fn=hopper_dkv.hopper_bwd_dkv_kernel,
         arguments=_row_maps("q")
         | _row_maps("dout", contiguous=True)
         | {

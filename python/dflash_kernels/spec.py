@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 # Spec type -> (Triton type, C++ type, PTX parameter type, promise of divisibility by 16).
 # Strides are multiples of 16 elements: the wrapper checks it, and without the promise Triton would
@@ -37,6 +37,7 @@ class TensorMap:
     block: tuple[int | str, ...]
     """Rows, heads, head_dim that the code is compiled for; a name is that constexpr's value."""
     contiguous: bool = False
+    rank: ClassVar[int] = 3
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class VectorMap:
     tensor: str
     length: str
     box: int
+    rank: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
