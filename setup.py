@@ -48,7 +48,13 @@ def escape(path: object) -> str:
 
 def write_ninja(build: Path, output: Path) -> Path:
     import triton
-    from dflash_kernels.variants import parse_architectures, unit_variants, units
+    from dflash_kernels.variants import (
+        parse_architectures,
+        unit_digest,
+        unit_sources,
+        unit_variants,
+        units,
+    )
 
     try:
         architectures = parse_architectures(os.environ.get("DFLASH_SM"))
@@ -65,7 +71,7 @@ def write_ninja(build: Path, output: Path) -> Path:
     lines = [
         f"includes = {' '.join(f'-I{escape(i)}' for i in includes)}",
         "rule aot",
-        f"  command = {escape(sys.executable)} -m dflash_kernels.compile $args",
+        f"  command = {escape(sys.executable)} -m dflash_kernels.compile $args # $declared",
         "  description = triton $args",
         "rule embed",
         f"  command = {escape(sys.executable)} -m dflash_kernels.embed $args",
@@ -80,20 +86,22 @@ def write_ninja(build: Path, output: Path) -> Path:
         "  description = link $out",
     ]
     aot = build / "aot"
-    spec = [p for p in sorted(kernels.glob("*.py")) if p.name != "embed.py"]
-    implicit = " ".join(escape(p) for p in spec)
+    compiler = [kernels / f"{name}.py" for name in ("compile", "gates", "spec")]
     images: list[Path] = []
     for name, head_dim in units():
-        stems = [variant.stem for variant in unit_variants(name, head_dim, architectures)]
-        outputs = [aot / f"{stem}.{kind}" for stem in stems for kind in ("json", "bin")]
+        made = unit_variants(name, head_dim, architectures)
+        outputs = [aot / f"{v.stem}.{kind}" for v in made for kind in ("json", "bin")]
         images += outputs
         outs = " ".join(escape(o) for o in outputs)
+        # Another kernel's code or tiles compile nothing again here.
+        sources = " ".join(escape(p) for p in [*unit_sources(name), *compiler])
         lines += [
-            f"build {outs}: aot | {implicit}",
+            f"build {outs}: aot | {sources}",
             f"  args = {name} {head_dim} {escape(aot)} {archs}",
+            f"  declared = {unit_digest(made)}",
         ]
     generated = build / "generated"
-    made = [
+    written = [
         "images.S",
         "images.inc",
         "kernel_ids.inc",
@@ -103,10 +111,10 @@ def write_ninja(build: Path, output: Path) -> Path:
     ]
     inputs = " ".join(escape(i) for i in [*images, kernels / "embed.py", kernels / "variants.py"])
     lines += [
-        f"build {' '.join(escape(generated / m) for m in made)}: embed | {inputs}",
+        f"build {' '.join(escape(generated / m) for m in written)}: embed | {inputs}",
         f"  args = {escape(aot)} {escape(generated)} {archs}",
     ]
-    headers = " ".join(escape(generated / m) for m in made if m.endswith(".inc"))
+    headers = " ".join(escape(generated / m) for m in written if m.endswith(".inc"))
     sources = sorted([*(ROOT / "csrc").glob("*.cpp"), *(ROOT / "csrc" / "cpu").glob("*.cpp")])
     x86 = platform.machine() in ("x86_64", "AMD64")
     objects = []

@@ -12,6 +12,7 @@ TYPES = {
     "bf16*": ("*bf16", "uint64_t", "u64", True),
     "f32*": ("*fp32", "uint64_t", "u64", True),
     "i32*": ("*i32", "uint64_t", "u64", True),
+    "i64*": ("*i64", "uint64_t", "u64", True),
     "stride": ("i32", "int32_t", "u32", True),
     "i32": ("i32", "int32_t", "u32", False),
     "f32": ("fp32", "float", "f32", False),

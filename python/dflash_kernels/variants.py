@@ -7,8 +7,11 @@ The Hopper kernels beside them (hopper_variants.py) exist for sm_90 alone.
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dflash_kernels import layout
@@ -82,6 +85,20 @@ def units() -> list[tuple[str, int]]:
     return [(k.name, d) for k in KERNELS for d in k.choices]
 
 
+def unit_sources(name: str) -> list[Path]:
+    """The files that hold a kernel's code: its own module and what that imports of ours."""
+    found: list[Path] = []
+    waiting = [kernel_named(name).fn.__module__]
+    while waiting:
+        file = Path(__file__).with_name(waiting.pop().rpartition(".")[2] + ".py")
+        if file not in found:
+            found.append(file)
+            imports = ast.walk(ast.parse(file.read_text()))
+            names = [i.module for i in imports if isinstance(i, ast.ImportFrom) and i.module]
+            waiting += [n for n in names if n.startswith("dflash_kernels.")]
+    return found
+
+
 def unit_variants(name: str, head_dim: int, architectures: tuple[int, ...]) -> list[Variant]:
     """What one compile job makes: an image per architecture, and the fallback PTX with sm_80."""
     kernel = kernel_named(name)
@@ -90,6 +107,12 @@ def unit_variants(name: str, head_dim: int, architectures: tuple[int, ...]) -> l
     if FALLBACK_PTX in own:
         made.append(Variant(kernel, head_dim, FALLBACK_PTX, ptx=True))
     return made
+
+
+def unit_digest(made: list[Variant]) -> str:
+    """Changes with what one compile job is told: arguments, grid, tiles, limits."""
+    told = [(v.stem, v.constants, v.shared_limit, replace(v.kernel, fn=None)) for v in made]
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
 def variants(architectures: tuple[int, ...]) -> list[Variant]:
