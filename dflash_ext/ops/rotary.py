@@ -1,0 +1,145 @@
+"""Per-head RMSNorm and half (neox) rotation of queries and keys, in one visit.
+
+Shapes: [rows, heads, D]. Every head of a row is normed over D (as norm.py, weight [D] shared by
+the heads) and rotated: with z = (z_low, z_high) its halves and the row's cos, sin [D/2],
+y_low = z_low cos - z_high sin, y_high = z_high cos + z_low sin. The gradient is rotated back.
+
+The angles come from tables, computed once per batch and shared by all layers and both passes: an
+angle of 131,071 needs an exact range reduction, too much to repeat for every head of every layer.
+
+`head_norm_rope` is differentiable; `head_norm_rope_forward` and `head_norm_rope_backward` are its
+passes without autograd. The naive reference is at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dflash_ext.ops import rows
+from dflash_ext.ops.attention import HEAD_DIMS
+
+
+class RopeTables(NamedTuple):
+    cos: Tensor
+    """fp32 [rows, D/2], row stride free."""
+    sin: Tensor
+
+
+def rope_tables(positions: Tensor, head_dim: int, theta: float) -> RopeTables:
+    """cos and sin of position / theta^(2i/D), i < D/2, of integer positions [rows], in fp32.
+
+    The angle is rounded as in the inference engines, to about position * 2^-23: 0.01 at 131,071.
+    """
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angle = positions.float()[:, None] / theta**exponent
+    return RopeTables(angle.cos(), angle.sin())
+
+
+def head_norm_rope(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> Tensor:
+    """Every head of x [rows, heads, D] normed and rotated; contiguous, in the dtype of x.
+
+    x fp32 or bf16, row and head strides free (a slice of a fused projection, or one row expanded);
+    weight fp32 [D]; tables of the rows; D one of 64, 128, 256. Arithmetic in fp32, rounded once.
+    Differentiable once, in x and weight (gradient fp32, summed in a fixed order). ValueError
+    names what is supported.
+    """
+    return _HeadNormRope.apply(x, weight, *tables, eps)
+
+
+def head_norm_rope_forward(
+    x: Tensor, weight: Tensor, tables: RopeTables, eps: float, *, out: Tensor | None = None
+) -> Tensor:
+    """`head_norm_rope` without autograd, into `out` [rows, heads, D] if given (it may be x)."""
+    _check(x, weight, tables, eps)
+    out = rows.given_or_new("out", out, x)
+    z = torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps)
+    out.copy_(_rotated(z, tables.cos, tables.sin))
+    return out
+
+
+def head_norm_rope_backward(
+    x: Tensor,
+    weight: Tensor,
+    tables: RopeTables,
+    eps: float,
+    grad: Tensor,
+    *,
+    dx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(dx [rows, heads, D], dweight fp32 [D]) of a gradient `grad` [rows, heads, D].
+
+    dx is written into `dx` if given (a slice of the fused projection's gradient; it may be x or
+    grad). The norm is computed again from x. dweight is bit-reproducible.
+    """
+    _check(x, weight, tables, eps)
+    rows.check_rows("grad", grad, tuple(x.shape), x)
+    dx = rows.given_or_new("dx", dx, x)
+    return dx, _backward_torch(x, weight, tables, eps, grad, dx)
+
+
+def _check(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> None:
+    rows.check_device_and_dtype("x", x)
+    if x.dim() != 3:
+        raise ValueError(f"x is {tuple(x.shape)}, expected [rows, heads, D]")
+    D = x.shape[2]
+    if D not in HEAD_DIMS:
+        raise ValueError(f"head_dim {D} is not supported: use one of {HEAD_DIMS}")
+    rows.check_rows("x", x, tuple(x.shape), x)
+    rows.check_weight(weight, D, x)
+    rows.check_eps(eps)
+    for name, table in zip(("cos", "sin"), tables):
+        if tuple(table.shape) != (x.shape[0], D // 2) or table.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {table.dtype} {tuple(table.shape)}, expected fp32 "
+                f"({x.shape[0]}, {D // 2})"
+            )
+        if table.device != x.device:
+            raise ValueError(f"{name} is on {table.device}, the rows are on {x.device}")
+
+
+def _rotated(z: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = z.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def _backward_torch(
+    x: Tensor, weight: Tensor, tables: RopeTables, eps: float, grad: Tensor, dx: Tensor
+) -> Tensor:
+    g = _rotated(grad.float(), tables.cos, -tables.sin)
+    n = x.float()
+    r = torch.rsqrt(n.square().mean(-1, keepdim=True) + eps)
+    n = n * r
+    gn = g * n
+    dweight = gn.sum((0, 1))
+    dx.copy_((g * weight).sub_(n * (gn @ weight)[..., None].div_(x.shape[2])).mul_(r))
+    return dweight
+
+
+class _HeadNormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        x, weight, cos, sin, eps = args
+        ctx.save_for_backward(x, weight, cos, sin)
+        ctx.eps = eps
+        return head_norm_rope_forward(x, weight, RopeTables(cos, sin), eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, cos, sin = ctx.saved_tensors
+        tables, grad = RopeTables(cos, sin), rows.readable(grads[0])
+        dx, dweight = head_norm_rope_backward(x, weight, tables, ctx.eps, grad)
+        return dx, dweight, None, None, None
+
+
+def head_norm_rope_reference(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> Tensor:
+    """Naive, differentiable, in the dtypes of its inputs. For tests."""
+    z = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.to(x.dtype)
+    low, high = z[..., : x.shape[2] // 2], z[..., x.shape[2] // 2 :]
+    cos, sin = (t.to(x.dtype)[:, None] for t in tables)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
