@@ -96,7 +96,7 @@ def readable(grad: Tensor) -> Tensor:
 
 
 def outer_strides(x: Tensor) -> list[int]:
-    """Strides of all dimensions but the last; 0 where there is one index (torch's means nothing)."""
+    """Strides of all dimensions but the last; 0 where there is one index (torch's is arbitrary)."""
     return [s if n > 1 else 0 for n, s in zip(x.shape[:-1], x.stride())]
 
 
