@@ -1,8 +1,8 @@
-"""The objective: cross-entropy over the target's vocabulary without the logits of a batch.
+"""The objectives over the target's vocabulary, without the logits of a batch.
 
-Logits exist for one chunk of rows at a time. The gradient with respect to the hidden rows is
-computed in the same visit (two matrix products, nothing recomputed); the head is frozen and gets
-none. Unsupervised rows are never passed in, so they cost nothing.
+Logits exist for one chunk of rows at a time, in one buffer. The gradient with respect to the hidden
+rows is computed in the same visit (two matrix products, nothing recomputed); the head is frozen and
+gets none. Unsupervised rows are never passed in, so they cost nothing.
 Shapes: R supervised rows, H hidden, V vocabulary.
 """
 
@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dflash_ext.errors import UserError
+from dflash_ext.ops.vocabulary import (
+    Statistics,
+    logits_buffer,
+    new_statistics,
+    vocabulary_gradient_,
+    vocabulary_statistics,
+)
 
 LossKind = Literal["ce", "dpace"]
 
@@ -77,11 +84,24 @@ def dpace_weights(probability: Tensor, sizes: Sequence[int], alpha: float) -> Te
     return reach.flip(1).cumsum(1).flip(1).flatten()[cell]
 
 
-def _logits(hidden: Tensor, head_weight: Tensor) -> Tensor:
-    """fp32 [rows, V]; on CUDA the bf16 product is accumulated and returned in fp32."""
-    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
-        return torch.mm(hidden, head_weight.T, out_dtype=torch.float32)
-    return (hidden @ head_weight.T).float()
+def head_logits(hidden: Tensor, head_weight: Tensor, out: Tensor) -> Tensor:
+    """hidden [rows, H] times head_weight [V, H], into `out` fp32, or the dtype of both, [rows, V].
+
+    On CUDA a bf16 product is accumulated and stored in fp32, if `out` is.
+    """
+    if out.dtype == hidden.dtype:
+        return torch.mm(hidden, head_weight.T, out=out)
+    if hidden.is_cuda:
+        return torch.mm(hidden, head_weight.T, out_dtype=out.dtype, out=out)
+    return out.copy_(hidden @ head_weight.T)  # the CPU's product has no other dtype than its input
+
+
+class _Options(NamedTuple):
+    rows_per_block: Sequence[int]
+    kind: LossKind
+    alpha: float
+    chunk_rows: int
+    logits_dtype: torch.dtype
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -92,37 +112,31 @@ class _VocabularyLoss(torch.autograd.Function):
         head_weight: Tensor,
         labels: Tensor,
         weights: Tensor,
-        rows_per_block: Sequence[int],
-        kind: LossKind,
-        alpha: float,
-        chunk_rows: int,
+        options: _Options,
     ) -> tuple[Tensor, ...]:
-        R = hidden.shape[0]
-        cross_entropy, used = hidden.new_zeros((2, R), dtype=torch.float32)
-        prediction, rank = torch.zeros((2, R), dtype=torch.int64, device=hidden.device)
+        R, V = hidden.shape[0], head_weight.shape[0]
+        stats = new_statistics(R, hidden.device)
+        used = torch.empty_like(stats.lse)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start, end, sizes in chunk_bounds(rows_per_block, chunk_rows):
+        chunks = list(chunk_bounds(options.rows_per_block, options.chunk_rows))
+        most = max((end - start for start, end, _ in chunks), default=0)
+        buffer = logits_buffer(most, V, options.logits_dtype, hidden.device)
+        for start, end, sizes in chunks:
             rows = slice(start, end)
-            label = labels[rows, None]
-            logits = _logits(hidden[rows], head_weight)
-            at_label = logits.gather(1, label)
-            prediction[rows] = logits.argmax(1)
-            # int32: torch's CPU sum of bools into int64 takes four times as long.
-            rank[rows] = (logits > at_label).sum(1, dtype=torch.int32)
-            normaliser = logits.logsumexp(1, keepdim=True)
-            cross_entropy[rows] = (normaliser - at_label)[:, 0]
-            if kind == "dpace":
-                used[rows] = dpace_weights(cross_entropy[rows].neg().exp(), sizes, alpha)
+            logits = head_logits(hidden[rows], head_weight, buffer[: end - start])
+            part = Statistics(*(x[rows] for x in stats))
+            vocabulary_statistics(logits, labels[rows], part)
+            if options.kind == "dpace":
+                probability = (part.at_label - part.lse).exp()
+                used[rows] = dpace_weights(probability, sizes, options.alpha)
             else:
                 used[rows] = weights[rows]
             if grad_hidden is not None:
-                # d(w * CE)/d logits = w * (softmax - onehot), written over the logits themselves.
-                weight = used[rows, None]
-                grad = logits.sub_(normaliser).exp_().mul_(weight)
-                grad.scatter_add_(1, label, -weight)
-                grad_hidden[rows] = grad.to(hidden.dtype) @ head_weight
+                grad = vocabulary_gradient_(logits, labels[rows], part, used[rows], hidden.dtype)
+                torch.mm(grad, head_weight, out=grad_hidden[rows])
         ctx.save_for_backward(grad_hidden)
-        others = (used.sum(), cross_entropy, cross_entropy.neg().exp(), prediction, rank)
+        cross_entropy = stats.lse - stats.at_label
+        others = (used.sum(), cross_entropy, cross_entropy.neg().exp(), *stats[2:])
         ctx.mark_non_differentiable(*others)
         return (used * cross_entropy).sum(), *others
 
@@ -131,7 +145,7 @@ class _VocabularyLoss(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph: what is saved here is a constant to autograd
             raise RuntimeError("vocabulary_loss has no second derivative: leave out create_graph")
         (grad_hidden,) = ctx.saved_tensors
-        return (grad_hidden * grad_numerator.to(grad_hidden.dtype), *[None] * 7)
+        return (grad_hidden * grad_numerator.to(grad_hidden.dtype), *[None] * 4)
 
 
 def vocabulary_loss(
@@ -144,6 +158,7 @@ def vocabulary_loss(
     kind: LossKind = "ce",
     alpha: float = 0.5,
     chunk_rows: int = 1024,
+    logits_dtype: torch.dtype = torch.float32,
 ) -> LossOutput:
     """Weighted cross-entropy of the supervised rows, chunk by chunk.
 
@@ -151,7 +166,8 @@ def vocabulary_loss(
     int64 [R] in 0..V-1, weights fp32 [R]. `kind` "dpace" ignores the weights and derives its own,
     detached, from the label probabilities of each block, `rows_per_block` (host integers that sum
     to R) rows at a time. Logits of more than `chunk_rows` rows never exist, unless one block has
-    more. UserError for an unknown kind, alpha outside 0..1 or chunk_rows below 1.
+    more; they are kept in `logits_dtype`, fp32 or the dtype of hidden. UserError for an unknown
+    kind, alpha outside 0..1 or chunk_rows below 1.
     """
     if kind not in ("ce", "dpace"):
         raise UserError(f"loss '{kind}' is unknown: use 'ce' or 'dpace'")
@@ -167,8 +183,11 @@ def vocabulary_loss(
             f"hidden has {R} rows, labels {tuple(labels.shape)}, weights {tuple(weights.shape)}, "
             f"rows_per_block sums to {sum(rows_per_block)}"
         )
+    if logits_dtype not in (torch.float32, hidden.dtype):
+        raise ValueError(f"logits in {logits_dtype}: expected fp32 or hidden's {hidden.dtype}")
+    options = _Options(tuple(rows_per_block), kind, alpha, chunk_rows, logits_dtype)
     outputs = _VocabularyLoss.apply(
-        hidden, head_weight, labels, weights, tuple(rows_per_block), kind, alpha, chunk_rows
+        hidden, head_weight, labels.contiguous(), weights.contiguous(), options
     )
     return LossOutput(*outputs)
 
@@ -178,12 +197,13 @@ def vocabulary_topk(
     hidden: Tensor, head_weight: Tensor, k: int, *, chunk_rows: int = 1024
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens of each row: fp32 log-probs [R, k] falling, int64 ids [R, k]."""
-    R = hidden.shape[0]
+    R, V = hidden.shape[0], head_weight.shape[0]
     log_probs = hidden.new_empty((R, k), dtype=torch.float32)
     ids = torch.empty((R, k), dtype=torch.int64, device=hidden.device)
+    buffer = logits_buffer(min(R, chunk_rows), V, torch.float32, hidden.device)
     for start in range(0, R, chunk_rows):
         rows = slice(start, min(start + chunk_rows, R))
-        logits = _logits(hidden[rows], head_weight)
+        logits = head_logits(hidden[rows], head_weight, buffer[: rows.stop - start])
         top, ids[rows] = logits.topk(k, dim=1)
         log_probs[rows] = top - logits.logsumexp(1, keepdim=True)
     return log_probs, ids

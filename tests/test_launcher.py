@@ -363,3 +363,34 @@ def test_without_a_driver_import_works_and_launch_says_so() -> None:
         "no NVIDIA driver: /nonexistent/libcuda.so could not be loaded"
         in done.stderr.splitlines()[-1]
     )
+
+
+@pytest.mark.parametrize("logits", ["f32", "bf16"])
+def test_vocabulary_kernels_take_a_program_a_row(stub: dict[str, Path], logits: str) -> None:
+    """Per-row values may lie anywhere; the gradient lies over the logits."""
+    script = f"""
+rows = dict(device=1, stream=5, head_dim=0, logits_ptr=4096, labels_ptr=8, lse_ptr=12, at_label_ptr=20, row_stride=151936,
+            V=151931, num_rows=30720)
+stub.stub_expect_params(10)
+_C.vocabulary_statistics_{logits}(prediction_ptr=24, rank_ptr=40, **rows)
+s = last(); first = dict(grid=s.grid, block=s.block, context=s.context, symbol=stub.stub_load(s.load).contents.symbol.decode(),
+                         params=[p & 0xFFFFFFFF for p in s.params][:10])
+stub.stub_expect_params(10)
+_C.vocabulary_gradient_{logits}(grad_ptr=4096, weights_ptr=28, **rows)
+g = last(); count = stub.stub_num_records()
+_C.vocabulary_gradient_{logits}(grad_ptr=4096, weights_ptr=28, **(rows | dict(num_rows=0)))
+print(json.dumps(dict(first=first, grid=g.grid, params=[p & 0xFFFFFFFF for p in g.params][:10],
+                      launched_for_no_rows=stub.stub_num_records() - count)))
+"""
+    r = result(run(stub["plain"], script))
+    threads = {v["kernel"]: v["threads"] for v in report() if v["kernel"].startswith("vocabulary")}
+    assert r["first"] == {
+        "grid": 30720,
+        "block": threads[f"vocabulary_statistics_{logits}"],
+        "context": 1001,
+        "symbol": "vocabulary_statistics_kernel",
+        "params": [4096, 8, 12, 20, 24, 40, 151936, 151931, 0, 0],
+    }
+    assert r["grid"] == 30720
+    assert r["params"] == [4096, 4096, 8, 12, 20, 28, 151936, 151931, 0, 0]
+    assert r["launched_for_no_rows"] == 0

@@ -13,6 +13,9 @@ TYPES = {
     "f32*": ("*fp32", "uint64_t", "u64", True),
     "i32*": ("*i32", "uint64_t", "u64", True),
     "i64*": ("*i64", "uint64_t", "u64", True),
+    # Read and written element by element, so that slices will do.
+    "f32*any": ("*fp32", "uint64_t", "u64", False),
+    "i64*any": ("*i64", "uint64_t", "u64", False),
     "stride": ("i32", "int32_t", "u32", True),
     "i32": ("i32", "int32_t", "u32", False),
     "f32": ("fp32", "float", "f32", False),

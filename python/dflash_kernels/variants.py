@@ -18,6 +18,7 @@ from dflash_kernels import layout
 from dflash_kernels.attention_variants import ATTENTION_KERNELS, KEY_TILE
 from dflash_kernels.hopper_variants import HOPPER_KERNELS
 from dflash_kernels.spec import Kernel, pointers
+from dflash_kernels.vocabulary_variants import VOCABULARY_KERNELS
 
 HEAD_DIMS = (64, 128, 256)
 DEFAULT_ARCHITECTURES = (80, 86, 90, 100, 120)
@@ -47,6 +48,7 @@ KERNELS = (
         choices={0: dict(BN=KEY_TILE, GROUP=32, CHUNK=1024, num_warps=4)},
     ),
     *HOPPER_KERNELS,
+    *VOCABULARY_KERNELS,
 )
 
 
