@@ -136,7 +136,10 @@ def test_report_covers_every_variant_built() -> None:
     architectures = _C.built_architectures()
     kernels = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkv")
     expected = {(k, d, sm) for k in kernels for d in (64, 128, 256) for sm in architectures}
-    expected |= {("attention_layout", 0, sm) for sm in architectures}
+    vocabulary = [
+        f"vocabulary_{k}_{x}" for k in ("statistics", "gradient") for x in ("f32", "bf16")
+    ]
+    expected |= {(k, 0, sm) for k in ("attention_layout", *vocabulary) for sm in architectures}
     if 90 in architectures:  # maps and wgmma: Hopper's own
         own = [f"hopper_{k}_own{n}" for k in ("fwd", "bwd_dq") for n in (16, 32, 64)]
         mapped = [k.replace("attention", "attention_tma") for k in kernels]
