@@ -11,16 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_ext.errors import UserError
+from dflash_ext.layers import (
+    Linear,
+    RMSNorm,
+    linear_add,
+    linears,
+    norm_linears,
+    swiglu_linear_add,
+)
 from dflash_ext.ops import AttentionLayout, build_layout, dflash_attention
 from dflash_ext.ops.attention import HEAD_DIMS
 from dflash_ext.ops.layout import BLOCK_SIZES
+from dflash_ext.ops.rotary import RopeTables, head_norm_rope, rope_tables
 from dflash_ext.shield import shield
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -108,43 +116,14 @@ class DrafterConfig:
         """K * Ht, columns of a feature batch."""
         return len(self.target_layer_ids) * self.target_hidden_size
 
+    @property
+    def context_window(self) -> int | None:
+        """The window of the layer that sees most; None if one sees the whole context."""
+        return None if FULL in self.layer_types else self.sliding_window
+
     def causal(self, layer_type: str) -> bool:
         """Whether slot k of a block sees only slots m <= k in layers of this type."""
         return layer_type == SLIDING if self.is_causal is None else self.is_causal
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension; the arithmetic is fp32 whatever the dtype of x."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
-
-
-class Linear(nn.Linear):
-    """nn.Linear that computes in the dtype of x; the fp32 master is cast, its gradient is fp32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
-
-
-def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 [rows, 1, D/2], of int64 positions [rows]."""
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angle = positions.float()[:, None] / theta**exponent
-    return angle.cos()[:, None], angle.sin()[:, None]
-
-
-def apply_rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Half (neox) rotation of x [rows, heads, D] in fp32, returned in the dtype of x."""
-    cos, sin = tables
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -161,39 +140,55 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(D, config.rms_norm_eps)
         self.k_norm = RMSNorm(D, config.rms_norm_eps)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0], -1, self.head_dim)
-
-    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """K (normed per head, rotated) and V (neither), each [rows, Hkv, D], of x [rows, H]."""
-        key = apply_rope(self.k_norm(self._heads(self.k_proj(x))), rope)
-        return key, self._heads(self.v_proj(x))
+    def keys_values(self, key: Tensor, value: Tensor, rope: RopeTables) -> KeysValues:
+        """K (normed per head, rotated) and V (neither) of projected rows [rows, Hkv * D]."""
+        return _rotated(self._heads(key), self.k_norm, rope), self._heads(value)
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        context_kv: tuple[Tensor, Tensor],
-        layout: AttentionLayout,
+        self, projected: Projected, rope: RopeTables, context: KeysValues, layout: AttentionLayout
     ) -> Tensor:
-        query = apply_rope(self.q_norm(self._heads(self.q_proj(x))), rope)
-        key_context, value_context = context_kv
-        key, value = self.keys_values(x, rope)
+        """[N*B, Hq * D], before o_proj, of the blocks' projected queries, keys and values."""
+        query = _rotated(self._heads(projected.query), self.q_norm, rope)
+        own = self.keys_values(projected.key, projected.value, rope)
         # The CUDA kernels are bf16 only: an fp32 evaluation rounds here and nowhere else.
-        dtype = torch.bfloat16 if x.is_cuda else x.dtype
-        out = dflash_attention(
-            query.to(dtype),
-            key_context.to(dtype),
-            value_context.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
-            layout,
-        )
-        return self.o_proj(out.flatten(1).to(x.dtype))
+        dtype = torch.bfloat16 if query.is_cuda else query.dtype
+        q, k_ctx, v_ctx, k_blk, v_blk = (x.to(dtype) for x in (query, *context, *own))
+        out = dflash_attention(q, k_ctx, v_ctx, k_blk, v_blk, layout)
+        return out.flatten(1).to(query.dtype)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, self.head_dim))
+
+
+def _rotated(heads: Tensor, norm: RMSNorm, rope: RopeTables) -> Tensor:
+    return head_norm_rope(heads, norm.weight, rope, norm.eps)
+
+
+KeysValues = tuple[Tensor, Tensor]
+"""K and V, each [rows, Hkv, D]."""
+
+
+class Projected(NamedTuple):
+    """What a layer makes of its input rows before any row meets another."""
+
+    h: Tensor
+    """[rows, H]: the input itself, the residual stream."""
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    def spread(self, block_size: int) -> Projected:
+        """[N*B, ...] of [N+1, ...]: row i is slot 0 of block i, the last row every other slot."""
+        return Projected(*(_spread(x, block_size) for x in self))
+
+
+def _spread(x: Tensor, block_size: int) -> Tensor:
+    anchors, mask = x[:-1, None], x[-1:, None]
+    return torch.cat([anchors, mask.expand(len(anchors), block_size - 1, -1)], 1).flatten(0, 1)
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """The weights of a SwiGLU."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -201,11 +196,10 @@ class MLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
 
 class Layer(nn.Module):
+    """h + Attn(norm(h)), then h + SwiGLU(norm(h)); the first norm and its products apart."""
+
     def __init__(self, config: DrafterConfig, layer_type: str) -> None:
         super().__init__()
         self.layer_type = layer_type
@@ -214,15 +208,27 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
+    def project(self, h: Tensor) -> Projected:
+        own = self.self_attn
+        products = [own.q_proj, own.k_proj, own.v_proj]
+        return Projected(*norm_linears(h, self.input_layernorm, products))
+
     def forward(
         self,
-        h: Tensor,
-        rope: tuple[Tensor, Tensor],
-        context_kv: tuple[Tensor, Tensor],
+        projected: Projected,
+        rope: RopeTables,
+        context: KeysValues,
         layout: AttentionLayout,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        h = h + self.self_attn(self.input_layernorm(h), rope, context_kv, layout)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        """The residual stream behind the layer, [N*B, H]; of `rows` (int64 [R]) alone, [R, H]."""
+        h, mixed = projected.h, self.self_attn(projected, rope, context, layout)
+        if rows is not None:
+            h, mixed = h.index_select(0, rows), mixed.index_select(0, rows)
+        h = linear_add(mixed, self.self_attn.o_proj, h)
+        mlp = self.mlp
+        h, gate, up = norm_linears(h, self.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj])
+        return swiglu_linear_add(gate, up, mlp.down_proj, h)
 
 
 @dataclass
@@ -284,28 +290,43 @@ class Drafter(nn.Module):
         """The decoder layers, typed."""
         return cast("list[Layer]", list(self.layers))
 
-    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rope(self, positions: Tensor) -> RopeTables:
         return rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+
+    def context_keys_values(self, context: Tensor, positions: Tensor) -> list[KeysValues]:
+        """K and V of each layer, of context rows [T, H] at int64 positions [T]."""
+        attentions = [layer.self_attn for layer in self.stack()]
+        # The context bypasses input_layernorm: hidden_norm has already scaled it.
+        made = linears(context, [p for a in attentions for p in (a.k_proj, a.v_proj)])
+        rope = self._rope(positions)
+        pairs = zip(attentions, made[::2], made[1::2])
+        return [attention.keys_values(key, value, rope) for attention, key, value in pairs]
 
     def forward(
         self,
-        block_embeds: Tensor,
+        embeds: Tensor,
         context: Tensor,
         block_positions: Tensor,
         context_positions: Tensor,
         layouts: Mapping[str, AttentionLayout],
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Hidden rows [N*B, H] after the final norm, ready for the target's lm_head.
 
-        block_embeds [N*B, H]: the target's embedding of the block tokens; context [T, H] from
-        `encode_context`, same dtype; positions int64, inside the document; layouts from `layouts`.
+        embeds [N+1, H]: the target's embedding of each anchor's token, and of the mask token;
+        context [T, H] from `encode_context`, same dtype; positions int64 [N*B] and [T], inside the
+        document; layouts from `layouts`. rows (int64 [R]): only these of the N*B, [R, H].
         """
-        block_rope, context_rope = self._rope(block_positions), self._rope(context_positions)
-        h = block_embeds
-        for layer in self.stack():
-            # The context bypasses input_layernorm: hidden_norm has already scaled it.
-            context_kv = layer.self_attn.keys_values(context, context_rope)
-            h = layer(h, block_rope, context_kv, layouts[layer.layer_type])
+        layers, rope = self.stack(), self._rope(block_positions)
+        contexts = self.context_keys_values(context, context_positions)
+        # All mask slots come into the first layer alike: one row is projected for all of them.
+        projected = layers[0].project(embeds).spread(self.config.block_size)
+        for layer, pair, following in zip(layers, contexts, [*layers[1:], None]):
+            layout = layouts[layer.layer_type]
+            if following is None:  # behind the last attention no row meets another
+                h = layer(projected, rope, pair, layout, rows)
+            else:
+                projected = following.project(layer(projected, rope, pair, layout))
         return self.norm(h)
 
     def new_cache(
@@ -326,10 +347,10 @@ class Drafter(nn.Module):
         capacity = cache.keys[0].shape[0]
         if end > capacity:
             raise ValueError(f"drafter cache of {capacity} rows cannot hold {end}")
-        context = self.encode_context(features)
-        rope = self._rope(torch.arange(begin, end, device=features.device))
-        for layer, keys, values in zip(self.stack(), cache.keys, cache.values):
-            keys[begin:end], values[begin:end] = layer.self_attn.keys_values(context, rope)
+        positions = torch.arange(begin, end, device=features.device)
+        made = self.context_keys_values(self.encode_context(features), positions)
+        for (key, value), keys, values in zip(made, cache.keys, cache.values):
+            keys[begin:end], values[begin:end] = key, value
         cache.length = end
 
     @torch.no_grad()
@@ -344,5 +365,6 @@ class Drafter(nn.Module):
         rope = self._rope(torch.arange(T, T + B, device=device))
         h = block_embeds
         for layer, keys, values in zip(self.stack(), cache.keys, cache.values):
-            h = layer(h, rope, (keys[:T], values[:T]), layouts[layer.layer_type])
+            context = keys[:T], values[:T]
+            h = layer(layer.project(h), rope, context, layouts[layer.layer_type])
         return self.norm(h)

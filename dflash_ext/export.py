@@ -143,12 +143,14 @@ def _both_forwards(
     config, N, T = drafter.config, len(anchors), max(anchors)
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(T, config.feature_width, generator=generator)
-    blocks = torch.randn(N, config.block_size, config.hidden_size, generator=generator)
+    embeds = torch.randn(N + 1, config.hidden_size, generator=generator)
+    masks = embeds[N:].expand(N, config.block_size - 1, -1)
+    blocks = torch.cat([embeds[:N, None], masks], dim=1)
     starts = torch.zeros(N, dtype=torch.int32)
     ends = torch.tensor(anchors, dtype=torch.int32)
     slots = torch.tensor(anchors)[:, None] + torch.arange(config.block_size) + first
     ours = drafter(
-        blocks.flatten(0, 1),
+        embeds,
         drafter.encode_context(features),
         slots.flatten(),
         torch.arange(T) + first,

@@ -25,20 +25,24 @@ def predict_peak(
     A function of the token budget and the blocks of one backward, never of the data.
     `bytes_per_value` of the compute dtype (2 or 4), `moments`: fp32 optimizer values per parameter
     (Muon 1, AdamW 2).
-    Activations are the tensors autograd keeps on the CPU; CUDA's fused norms keep a little less.
+    Activations are the tensors that autograd keeps for one turn of blocks (layers.py says which it
+    does not), and the largest that one layer's backward has beside them.
     """
     w, T, rows = bytes_per_value, batch.token_budget, batch.blocks_at_once * config.block_size
     H, D, F = config.hidden_size, config.head_dim, config.intermediate_size
     kv, q = config.num_kv_heads * D, config.num_heads * D
-    # A norm keeps its input and the normalised rows in fp32 (4 bytes each) beside its result.
-    per_context_row = kv * (8 + 2 * w)  # K through norm and RoPE, V
-    per_block_row = 2 * H * (8 + w) + (q + kv) * (8 + 2 * w) + 4 * F * w
+    per_context_row = 3 * kv * w  # K before and after norm and RoPE, V
+    # The residual stream twice, Q and K before and after, V, attention's result and lse, gate, up.
+    per_block_row = (2 * H + 3 * q + 3 * kv + 2 * F) * w + config.num_heads * 4
+    rope = (T + rows) * D * 4
     cast = drafter_parameters * w if w < 4 else 0
     return {
         "target weights": target_parameters * w,
         "drafter weights, gradients, moments": drafter_parameters * 4 * (2 + moments) + cast,
-        "features": 2 * T * config.feature_width * w + T * H * (8 + w),
-        "drafter activations": config.num_layers * (T * per_context_row + rows * per_block_row),
+        "features": 2 * T * config.feature_width * w + T * 2 * H * w,
+        "drafter activations": config.num_layers * (T * per_context_row + rows * per_block_row)
+        + rope,
+        "one layer's backward": rows * (3 * F + 2 * H) * w,
         "one chunk of logits": chunk_rows * config.vocab_size * (4 + w),
     }
 

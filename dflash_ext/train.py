@@ -38,6 +38,7 @@ from dflash_ext.ranks import Ranks, started_as_rank
 from dflash_ext.rates import Tally, TargetCost, product_tflops, rates
 from dflash_ext.receiver import Receiver
 from dflash_ext.record import save
+from dflash_ext.placement import to_device
 from dflash_ext.run import claim_run, interruption, resolve_device
 from dflash_ext.samples import prepare_files, synthesise
 from dflash_ext.sender import Sender, serve
@@ -272,7 +273,9 @@ def loop(
             ranks.watch.doing(f"step {position}: summing over the drafters", patience=2)
             tally.waits = source.waits()
             tally.stop = float(asked())
-            sums = replicas.reduce(torch.cat([sums, on_device(tally.values(), sums.device)]))
+            sums = replicas.reduce(
+                torch.cat([sums, to_device(torch.tensor(tally.values()), sums.device)])
+            )
             progress = Progress(position, time.monotonic() - began, course)
             try:
                 result, values = optimizer.step(sums)
@@ -306,12 +309,6 @@ def loop(
     if stop:
         source.stop()
     return progress, stop
-
-
-def on_device(values: list[float], device: torch.device) -> torch.Tensor:
-    """fp32 values on a device; the host does not wait for the copy."""
-    tensor = torch.tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def finish_saving(ranks: Ranks, writer: CheckpointWriter | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from dflash_ext.blocks import Blocks, build_blocks, draw_anchors, resolve_gamma
 from dflash_ext.config import TrainConfig
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError
+from dflash_ext.layers import fixed_weights
 from dflash_ext.loss import LossOutput, vocabulary_loss, vocabulary_topk
 from dflash_ext.metrics import TREE_BUDGETS, slot_sums, summarise, sums_size, tree_sums
+from dflash_ext.placement import to_device
 from dflash_ext.plan import plan_epoch
 from dflash_ext.samples import Samples
 from dflash_ext.shield import shield
@@ -30,6 +33,17 @@ KEPT_FEATURE_BYTES = 512 * 2**20
 """Validation features up to this size are computed once and kept."""
 
 
+class Inputs(NamedTuple):
+    """What one forward of the drafter needs, on its device."""
+
+    blocks: Blocks
+    """Over the context rows below."""
+    features: Tensor
+    """[T, K*Ht] of the rows that some block sees."""
+    positions: Tensor
+    """int64 [T], inside the documents."""
+
+
 class DrafterForward(nn.Module):
     """The drafter's whole forward as one module: what is sharded is gathered around this call."""
 
@@ -38,20 +52,16 @@ class DrafterForward(nn.Module):
         self.drafter = drafter
         shield(self)
 
-    def forward(
-        self,
-        embeds: Tensor,
-        features: Tensor,
-        blocks: Blocks,
-        context_positions: Tensor,
-    ) -> Tensor:
-        """Hidden rows [N*B, H] of embeddings [N*B, H] and features [T, K*Ht] on one device."""
+    def forward(self, embeds: Tensor, inputs: Inputs, rows: Tensor | None) -> Tensor:
+        """Hidden rows [R, H], or [N*B, H] without `rows`, of embeddings [N+1, H]."""
+        blocks, features, positions = inputs
         return self.drafter(
             embeds,
             self.drafter.encode_context(features),
             blocks.positions,
-            context_positions,
+            positions,
             self.drafter.layouts(blocks.ctx_start, blocks.ctx_end, features.shape[0]),
+            rows,
         )
 
 
@@ -86,17 +96,27 @@ class Trainer:
             contiguous=self.config.loss.contiguous,
         )
 
-    def hidden(self, features: FeatureBatch, batch: PackedBatch, blocks: Blocks) -> Tensor:
-        """The drafter's rows [N*B, H] for `blocks`, which are on the features' device."""
-        positions = batch.positions().to(blocks.positions.device, non_blocking=True)
+    def inputs(self, features: FeatureBatch, batch: PackedBatch, blocks: Blocks) -> Inputs:
+        """`blocks`, which are on the CPU, and the part of the context that they see."""
+        rows, blocks = blocks.narrowed(self.drafter.config.context_window)
+        values, positions = features.features, batch.positions()[rows]
+        if isinstance(rows, slice):
+            seen = values[rows]
+        else:
+            seen = values.index_select(0, to_device(rows, values.device))
+        return Inputs(blocks.to(values.device), seen, to_device(positions, values.device))
+
+    def hidden(self, inputs: Inputs, *, supervised: bool) -> Tensor:
+        """The drafter's rows: [R, H] of the supervised slots, or [N*B, H]."""
+        blocks = inputs.blocks
         embeds = F.embedding(blocks.input_ids, self.embedding)
-        return self.forward(embeds, features.features, blocks, positions)
+        return self.forward(embeds, inputs, blocks.rows if supervised else None)
 
     def loss(self, hidden: Tensor, blocks: Blocks) -> LossOutput:
-        """The objective over the supervised rows of `hidden` [N*B, H]."""
+        """The objective over the supervised rows [R, H]."""
         options = self.config.loss
         return vocabulary_loss(
-            hidden.index_select(0, blocks.rows),
+            hidden,
             self.head,
             blocks.labels.flatten()[blocks.rows],
             blocks.weights.flatten()[blocks.rows],
@@ -116,11 +136,12 @@ class Trainer:
         `blocks` on the CPU; more than `anchor_chunk` of them take several backward passes.
         """
         total = self.no_sums()
-        for part in blocks.chunks(self.config.batch.blocks_at_once):
-            part = part.to(features.features.device)
-            output = self.loss(self.hidden(features, batch, part), part)
-            output.numerator.backward()
-            total += slot_sums(output, part)
+        with fixed_weights(self.drafter):
+            for part in blocks.chunks(self.config.batch.blocks_at_once):
+                inputs = self.inputs(features, batch, part)
+                output = self.loss(self.hidden(inputs, supervised=True), inputs.blocks)
+                output.numerator.backward()
+                total += slot_sums(output, inputs.blocks)
         return total
 
     def zero_step(self) -> None:
@@ -128,10 +149,11 @@ class Trainer:
         B, config = self.drafter.config.block_size, self.drafter.config
         ids = torch.zeros(B + 1, dtype=torch.int64)
         batch = PackedBatch.from_documents([(ids, torch.ones_like(ids))], [0])
-        blocks = self.blocks(batch, torch.zeros(1, dtype=torch.int64)).to(self.device)
+        blocks = self.blocks(batch, torch.ones(1, dtype=torch.int64))
         ones = self.embedding.new_ones(B + 1, config.feature_width)
         features = FeatureBatch(ones, config.target_layer_ids, (0,), "", B + 1)
-        (self.hidden(features, batch, blocks).sum() * 0).backward()
+        hidden = self.hidden(self.inputs(features, batch, blocks), supervised=True)
+        (hidden.sum() * 0).backward()
 
 
 class Validation:
@@ -211,9 +233,10 @@ class Validation:
             batch, features = self._taken(index, take)
             anchors = draw_anchors(batch, anchors_per_sequence=self.per_sequence, seed=0, epoch=0)
             blocks = trainer.blocks(batch, anchors)
-            on_device = blocks.to(features.features.device)
-            hidden = trainer.hidden(features, batch, on_device)
-            sums += slot_sums(trainer.loss(hidden, on_device), on_device)
+            inputs = trainer.inputs(features, batch, blocks)
+            hidden = trainer.hidden(inputs, supervised=False)
+            output = trainer.loss(hidden.index_select(0, inputs.blocks.rows), inputs.blocks)
+            sums += slot_sums(output, inputs.blocks)
             slots = hidden.view(-1, B, hidden.shape[-1])[:, 1:].flatten(0, 1)
             log_probs, ids = vocabulary_topk(slots, head, top, chunk_rows=chunk_rows)
             shape = (blocks.num_blocks, B - 1, top)

@@ -44,7 +44,7 @@ def test_example_labels_at_the_end_of_a_document():
     assert labels_of(blocks) == [[7, 8, 9], [8, 9], []]
     assert blocks.rows_per_block == (3, 2, 0)
     assert blocks.rows.tolist() == [1, 2, 3, 5, 6]
-    assert blocks.input_ids.view(3, 4).tolist() == [[a] + [MASK_ID] * 3 for a in (6, 7, 9)]
+    assert blocks.input_ids.tolist() == [6, 7, 9, MASK_ID]
 
 
 def test_example_packed_with_unsupervised_document_and_padding():
@@ -119,6 +119,68 @@ def test_blocks_equal_brute_force(masks, B, gamma, contiguous):
         for a in range(s, e)
     ]
     assert anchor_candidates(batch).tolist() == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    window=st.sampled_from([None, 1, 2, 7, 100]),
+    data=st.data(),
+)
+def test_narrowed_keeps_every_row_that_is_seen(sizes, window, data):
+    batch = packed(*([1] * n for n in sizes))
+    everywhere = st.integers(0, batch.num_tokens - 1)
+    anchors = sorted(data.draw(st.sets(everywhere, min_size=1, max_size=6)))
+    options = {"block_size": 4, "mask_token_id": MASK_ID, "gamma": None}
+    blocks = build_blocks(batch, torch.tensor(anchors), **options)
+    rows, narrowed = blocks.narrowed(window)
+    kept = torch.arange(batch.num_tokens)[rows].tolist()
+    starts, ends = narrowed.ctx_start.tolist(), narrowed.ctx_end.tolist()
+    assert starts == sorted(starts)
+    assert ends == sorted(ends)
+    assert narrowed.ctx_start.dtype == narrowed.ctx_end.dtype == torch.int32
+    for anchor, first, start, end in zip(anchors, blocks.ctx_start.tolist(), starts, ends):
+        low = first if window is None else max(first, anchor - window + 1)
+        assert kept[start:end] == list(range(anchor - (end - start), anchor))
+        assert end - start >= anchor - low  # all that slot 0 sees, the farthest back
+        assert kept[start:end] == [] or kept[start] >= first
+    seen = {
+        row
+        for d, (a, b) in enumerate(zip(batch.doc_starts.tolist(), batch.doc_starts.tolist()[1:]))
+        if (own := [x for x in anchors if a <= x < b])
+        for row in range(a if window is None else max(a, own[0] - window + 1), own[-1])
+    }
+    assert seen <= set(kept)
+    assert len(kept) - len(seen) <= len(kept) / 40  # nobody sees the rest
+
+
+def test_narrowed_leaves_out_whole_documents():
+    batch = packed([0] * 500, [1] * 8, [0] * 500, [1] * 8, [1] * 300)
+    options = {"block_size": 4, "mask_token_id": MASK_ID, "gamma": None}
+    blocks = build_blocks(batch, torch.tensor([502, 504, 1009, 1010]), **options)
+    rows, narrowed = blocks.narrowed()
+    assert rows.tolist() == [500, 501, 502, 503, 1008, 1009]
+    assert narrowed.ctx_start.tolist() == [0, 0, 4, 4]
+    assert narrowed.ctx_end.tolist() == [2, 4, 5, 6]
+    only = build_blocks(batch, torch.tensor([504, 507]), **options).narrowed()
+    assert only[0] == slice(500, 507)  # no copy of the features
+    assert only[1].ctx_end.tolist() == [4, 7]
+
+
+def test_turns_end_with_documents():
+    batch = packed([1] * 6, [1] * 3, [1] * 9, [1] * 2)
+    blocks = build_blocks(batch, torch.arange(20), block_size=4, mask_token_id=MASK_ID, gamma=None)
+    for size, expected in (
+        (20, [(0, 20)]),
+        (10, [(0, 9), (9, 18), (18, 20)]),
+        (8, [(0, 6), (6, 9), (9, 17), (17, 20)]),  # document 2 is larger than a turn
+        (4, [(0, 4), (4, 6), (6, 9), (9, 13), (13, 17), (17, 20)]),
+    ):
+        turns = list(blocks.chunks(size))
+        found = [(int(t.anchors[0]), int(t.anchors[-1]) + 1) for t in turns]
+        assert found == expected, size
+        for turn, (first, end) in zip(turns, expected):
+            assert turn.input_ids.tolist() == [*range(first, end), MASK_ID]
 
 
 def test_contiguous_supervision_stops_at_the_first_gap():

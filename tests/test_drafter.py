@@ -19,6 +19,7 @@ from transformers import (
 from dflash_ext.drafter import Drafter, DrafterConfig
 from dflash_ext.errors import UserError
 from dflash_ext.initialise import init_from_target
+from dflash_ext.layers import fixed_weights
 
 CONFIG = DrafterConfig(
     hidden_size=48,
@@ -77,12 +78,12 @@ class Case:
         self.pos_of_ctx = [p for n in self.lengths for p in range(n)]
         self.T, self.N, B = sum(self.lengths), len(self.anchors), config.block_size
         self.features = torch.randn(self.T, config.feature_width)
-        self.embeds = torch.randn(self.N * B, config.hidden_size)
+        self.embeds = torch.randn(self.N + 1, config.hidden_size)  # anchors' tokens, mask token
         self.ctx_start = torch.tensor([starts[d] for d, _ in self.anchors], dtype=torch.int32)
         self.ctx_end = torch.tensor([starts[d] + a for d, a in self.anchors], dtype=torch.int32)
         self.block_positions = torch.tensor([a + k for _, a in self.anchors for k in range(B)])
 
-    def run(self, drafter: Drafter, features=None, embeds=None):
+    def run(self, drafter: Drafter, features=None, embeds=None, rows=None):
         features = self.features if features is None else features
         embeds = self.embeds if embeds is None else embeds
         return drafter(
@@ -91,16 +92,23 @@ class Case:
             self.block_positions,
             torch.tensor(self.pos_of_ctx),
             drafter.layouts(self.ctx_start, self.ctx_end, self.T),
+            rows,
         )
 
-    def truth(self, drafter: Drafter) -> torch.Tensor:
+    def slots(self) -> torch.Tensor:
+        """Embeddings of all slots, [N*B, H]."""
+        B = len(self.block_positions) // self.N
+        mask = self.embeds[-1].expand(B - 1, -1)
+        return torch.cat([x for anchor in self.embeds[:-1] for x in (anchor[None], mask)])
+
+    def truth(self, drafter: Drafter, state=None) -> torch.Tensor:
         return reference_hidden(
-            {name: tensor.double() for name, tensor in drafter.state_dict().items()},
+            state or {name: tensor.double() for name, tensor in drafter.state_dict().items()},
             exported(drafter.config),
             self.features.double(),
             self.doc_of_ctx,
             self.pos_of_ctx,
-            self.embeds.double(),
+            self.slots().double(),
             [d for d, _ in self.anchors],
             [a for _, a in self.anchors],
         )
@@ -159,18 +167,61 @@ def test_invisible_rows_change_nothing_by_one_bit():
         out = case.run(drafter, features, embeds)[rows]
         out.square().sum().backward()
         grads = [p.grad.clone() for p in drafter.parameters()]
-        return [out.detach(), features.grad[7:10], embeds.grad[rows], *grads], features.grad
+        return [out.detach(), features.grad[7:10], embeds.grad[[block, -1]], *grads], features.grad
 
     before, feature_grad = run(case.features, case.embeds)
     hidden_rows = [*range(7), *range(10, 18)]
     assert feature_grad[hidden_rows].abs().max() == 0
     features, embeds = case.features.clone(), case.embeds.clone()
     features[hidden_rows] += 1e3
-    embeds[: block * 4] += 1e3
-    embeds[block * 4 + 4 :] += 1e3
+    embeds[:block] += 1e3
+    embeds[block + 1 : -1] += 1e3
     after, _ = run(features, embeds)
     for a, b in zip(before, after):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_rows_are_those_of_the_whole_forward_and_bring_the_same_gradients(layers):
+    kinds = CONFIG.layer_types[-layers:]
+    drafter = make(num_layers=layers, layer_types=kinds, attention_bias=True)
+    case = Case(drafter.config)
+    rows = torch.tensor([1, 2, 6, 13, 14, 15, 19])
+
+    def run(wanted):
+        drafter.zero_grad()
+        out = case.run(drafter, rows=wanted)
+        out = out if wanted is not None else out[rows]
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in drafter.parameters())]
+
+    for found, expected in zip(run(rows), run(None), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_equal_the_reference_s():
+    """Every parameter's, in fp64 by autograd through the independent forward."""
+    drafter = make(attention_bias=True)
+    case = Case(drafter.config)
+    state = {name: p.detach().double().requires_grad_() for name, p in drafter.named_parameters()}
+    case.truth(drafter, state).square().sum().backward()
+    case.run(drafter).square().sum().backward()
+    for name, parameter in drafter.named_parameters():
+        truth = state[name].grad
+        error = (parameter.grad.double() - truth).norm()
+        assert error <= 1e-5 * truth.norm() + 1e-7, name
+
+
+def test_fixed_weights_are_cast_once_and_forgotten():
+    drafter = make()
+    linear = drafter.layers[0].mlp.gate_proj
+    with fixed_weights(drafter):
+        cast = linear.cast(torch.bfloat16)
+        assert linear.cast(torch.bfloat16) is cast
+        assert linear.cast(torch.float32).data_ptr() == linear.weight.data_ptr()
+    linear.weight.data += 1
+    assert torch.equal(linear.cast(torch.bfloat16), linear.weight.bfloat16())
+    assert linear.cast(torch.bfloat16) is not linear.cast(torch.bfloat16)
 
 
 def test_cached_draft_equals_packed_forward():
@@ -182,14 +233,16 @@ def test_cached_draft_equals_packed_forward():
         drafter.extend_cache(cache, piece)
     assert cache.length == 3
     torch.testing.assert_close(
-        drafter.draft(cache, case.embeds[12:16]), out[12:16], rtol=1e-5, atol=1e-5
+        drafter.draft(cache, case.slots()[12:16]), out[12:16], rtol=1e-5, atol=1e-5
     )
     drafter.extend_cache(cache, case.features[10:17])
     torch.testing.assert_close(
-        drafter.draft(cache, case.embeds[16:20]), out[16:20], rtol=1e-5, atol=1e-5
+        drafter.draft(cache, case.slots()[16:20]), out[16:20], rtol=1e-5, atol=1e-5
     )
     empty = drafter.new_cache(4, device="cpu", dtype=torch.float32)
-    torch.testing.assert_close(drafter.draft(empty, case.embeds[:4]), out[:4], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        drafter.draft(empty, case.slots()[:4]), out[:4], rtol=1e-5, atol=1e-5
+    )
     with pytest.raises(ValueError, match="cannot hold"):
         drafter.extend_cache(empty, case.features[:5])
 

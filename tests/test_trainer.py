@@ -90,6 +90,13 @@ def gradients(trainer: OneProcess, *batches: PackedBatch):
     return [p.grad.clone() for p in trainer.drafter.parameters()], sums
 
 
+def slot_ids(blocks) -> torch.Tensor:
+    """int64 [N*B]: the token of every slot."""
+    ids = torch.full((blocks.num_blocks, blocks.block_size), MASK)
+    ids[:, 0] = blocks.input_ids[:-1]
+    return ids.flatten()
+
+
 def assert_same(a, b, rtol=1e-5):
     for x, y in zip(a, b):
         assert (x - y).norm() <= rtol * y.norm() + 1e-9
@@ -130,7 +137,7 @@ def test_micro_step_equals_an_independent_computation():
         torch.cat(taps).detach().double(),
         doc_of,
         pos_of,
-        model.get_input_embeddings().weight[blocks.input_ids].detach().double(),
+        model.get_input_embeddings().weight[slot_ids(blocks)].detach().double(),
         [doc_of[a] for a in anchors.tolist()],
         [pos_of[a] for a in anchors.tolist()],
     )
@@ -280,10 +287,9 @@ def test_validation_equals_its_parts_and_does_not_depend_on_batching(tmp_path):
             blocks = trainer.blocks(
                 batch, draw_anchors(batch, anchors_per_sequence=6, seed=0, epoch=0)
             )
-            hidden = trainer.hidden(trainer.features(batch), batch, blocks)
-            rows = hidden[blocks.rows]
+            inputs = trainer.inputs(trainer.features(batch), batch, blocks)
             output = vocabulary_loss(
-                rows,
+                trainer.hidden(inputs, supervised=True),
                 trainer.head,
                 blocks.labels.flatten()[blocks.rows],
                 blocks.weights.flatten()[blocks.rows],
@@ -333,7 +339,7 @@ def test_predicted_activations_are_what_autograd_keeps(dtype, T, N):
         {p.untyped_storage().data_ptr() for p in drafter.parameters()},
     )
     features = torch.randn(T, drafter.config.feature_width, dtype=dtype)
-    embeds = torch.randn(N * B, 128, dtype=dtype)
+    embeds = torch.randn(N + 1, 128, dtype=dtype)
     kept: dict[int, int] = {}
 
     def pack(tensor):
