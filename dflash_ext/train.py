@@ -34,11 +34,11 @@ from dflash_ext.metrics import summarise, sums_size
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import DrafterOptimizer, StepResult, muon_class
 from dflash_ext.pipeline import Book, InProcess, Source, own_handovers
+from dflash_ext.placement import to_device
 from dflash_ext.ranks import Ranks, started_as_rank
 from dflash_ext.rates import Tally, TargetCost, product_tflops, rates
 from dflash_ext.receiver import Receiver
 from dflash_ext.record import save
-from dflash_ext.placement import to_device
 from dflash_ext.run import claim_run, interruption, resolve_device
 from dflash_ext.samples import prepare_files, synthesise
 from dflash_ext.sender import Sender, serve
