@@ -140,6 +140,18 @@ class Blocks:
     def num_rows(self) -> int:
         return sum(self.rows_per_block)
 
+    @property
+    def context_rows(self) -> int:
+        """Context rows that some block sees (as if no layer had a window)."""
+        first = self._first()
+        return int((self.ctx_end[first.roll(-1)].long() - self.ctx_start[first].long()).sum())
+
+    def _first(self) -> Tensor:
+        """bool [N]: is the block the first of its document?"""
+        first = torch.ones(self.num_blocks, dtype=torch.bool, device=self.ctx_start.device)
+        first[1:] = self.ctx_start[1:] != self.ctx_start[:-1]
+        return first
+
     def chunks(self, size: int) -> Iterator[Blocks]:
         """The same blocks in turns of at most `size`, on the CPU; turns without a label left out.
 
@@ -171,9 +183,7 @@ class Blocks:
         A slice if next to nothing lies between them, else int64 indices. window: that of the
         widest layer, None if one is not sliding. On the CPU.
         """
-        start, end = self.ctx_start.long(), self.ctx_end.long()
-        first = torch.ones(self.num_blocks, dtype=torch.bool)  # of its document
-        first[1:] = start[1:] != start[:-1]
+        start, end, first = self.ctx_start.long(), self.ctx_end.long(), self._first()
         document = first.cumsum(0) - 1
         begin = start[first] if window is None else torch.maximum(start, end - window + 1)[first]
         stop = end[first.roll(-1)]  # the last block's: ends rise

@@ -171,7 +171,7 @@ def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tenso
     """sum of grad weight over the layers, [M, I]."""
     total = grads[0] @ weights[0]
     for grad, weight in zip(grads[1:], weights[1:]):
-        total.addmm_(grad, weight)
+        torch.addmm(total, grad, weight, out=total)
     return total
 
 

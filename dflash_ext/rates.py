@@ -48,20 +48,24 @@ class TargetCost:
         return float(batch.num_tokens * self.per_token + self.per_pair * (n * (n + 1) / 2).sum())
 
 
-def drafter_operations(config: DrafterConfig, batch: PackedBatch, blocks: Blocks) -> float:
-    """Of one micro-batch, forward and backward; useful ones only, nothing counted twice.
+def drafter_operations(config: DrafterConfig, blocks: Blocks) -> float:
+    """Of one micro-batch, forward and backward: of what the loss depends on, nothing twice.
 
-    Features and the head get no gradient, so `fc` lacks one product of three and the head another.
+    Context rows that no block sees are not encoded; mask slots enter the first layer alike, so one
+    row is projected for all; behind the last attention only supervised rows count. Features and
+    the head get no gradient, so `fc` lacks one product of three and the head another. Windows are
+    not taken off.
     """
     H, D, L, B = config.hidden_size, config.head_dim, config.num_layers, config.block_size
     kv, q = config.num_kv_heads * D, config.num_heads * D
-    T, rows = batch.num_tokens, blocks.num_blocks * B
+    T, N, R = blocks.context_rows, blocks.num_blocks, blocks.num_rows
     context = T * (4 * config.feature_width * H + 6 * L * 2 * H * kv)
-    block = rows * 6 * L * (2 * H * kv + 2 * q * H + 3 * H * config.intermediate_size)
-    visible = float((blocks.ctx_end - blocks.ctx_start).double().sum()) + blocks.num_blocks * B
+    inputs = 6 * (N + 1 + (L - 1) * N * B) * H * (q + 2 * kv)
+    outputs = 6 * (R + (L - 1) * N * B) * H * (q + 3 * config.intermediate_size)
+    visible = float((blocks.ctx_end - blocks.ctx_start).double().sum()) + N * B
     attention = 3.5 * 4 * q * B * visible * L
-    head = blocks.num_rows * 4 * config.vocab_size * H
-    return float(context + block + attention + head)
+    head = R * 4 * config.vocab_size * H
+    return float(context + inputs + outputs + attention + head)
 
 
 def product_tflops(device: torch.device, size: int = 8192) -> float | None:
@@ -104,7 +108,7 @@ class Tally:
         self.tokens += batch.num_tokens / draws
         self.anchors += blocks.num_blocks
         self.target_tera += cost.batch(batch) / draws / 1e12
-        self.drafter_tera += drafter_operations(config, batch, blocks) / 1e12
+        self.drafter_tera += drafter_operations(config, blocks) / 1e12
 
     def values(self) -> list[float]:
         own = [getattr(self, f.name) for f in fields(self) if f.name != "waits"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dflash_ext.bench import attention, data, launch, once, plot, tables
+from dflash_ext.bench import attention, data, launch, once, plot, step, tables
 from dflash_ext.errors import UserError, run_cli
 
 BENCHMARKS = {
@@ -13,6 +13,7 @@ BENCHMARKS = {
     "launch": launch.main,
     "once": once.main,
     "plot": plot.main,
+    "step": step.main,
     "tables": tables.main,
 }
 

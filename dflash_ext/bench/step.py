@@ -1,0 +1,293 @@
+"""`python -m dflash_ext.bench step`: the whole drafter step beside its straightforward composition.
+
+Published drafters' shapes with random weights. Per batch: forward, loss (with its gradient),
+backward and optimizer; MFU (useful operations over the 8192^3 product's rate in the same rounds);
+peak memory; the composition's time in the same rounds. Then `--walk` steps of random lengths and
+anchor counts: does memory grow, and is a never-seen shape slower than the same one seen again?
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_ext.bench import anchors
+from dflash_ext.bench.composition import Composition, mixes, numerator, slot_embeddings
+from dflash_ext.bench.step_problem import (
+    DRAFTERS,
+    Case,
+    cases,
+    dtype_of,
+    random_batch,
+    random_trainer,
+)
+from dflash_ext.bench.timing import rounded, synchronise
+from dflash_ext.blocks import Blocks
+from dflash_ext.config import OptimOptions
+from dflash_ext.errors import UserError
+from dflash_ext.loss import LossOutput
+from dflash_ext.metrics import slot_sums
+from dflash_ext.optim import DrafterOptimizer
+from dflash_ext.rates import drafter_operations
+from dflash_ext.record import save
+from dflash_ext.trainer import Inputs, Trainer
+
+PRODUCTS = 10  # of one burst
+LARGEST_DIFFERENCE = 0.02  # of the loss: bf16 against bf16 in another order
+Row = dict[str, Any]
+
+
+class Clock:
+    """Marks on the device's time line, or on the host's where there is no other device."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+
+    def mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, begin: Any, end: Any) -> float:
+        """Between two marks that are both behind the device."""
+        return begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
+
+
+class TimedTrainer:
+    """Marks around the parts of a trainer's micro-step; it stays the trainer's own code."""
+
+    def __init__(self, trainer: Trainer, clock: Clock) -> None:
+        self.trainer, self.clock = trainer, clock
+        self._marks: dict[str, list[tuple[Any, Any]]] = {}
+        trainer.hidden = self._marked("forward", trainer.hidden)  # type: ignore[method-assign]
+        trainer.loss = self._marked("loss", trainer.loss)  # type: ignore[method-assign]
+
+    def _marked(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def marked(*args: Any, **keywords: Any) -> Any:
+            begin = self.clock.mark()
+            result = run(*args, **keywords)
+            self._marks.setdefault(name, []).append((begin, self.clock.mark()))
+            return result
+
+        return marked
+
+    def step(self, problem: Any, optimizer: DrafterOptimizer | None) -> dict[str, float]:
+        """ms of forward, loss, backward (with what is between) and optimizer of one step."""
+        self._marks.clear()
+        begin = self.clock.mark()
+        sums = self.trainer.micro_step(*problem)
+        middle = self.clock.mark()
+        if optimizer is None:
+            self.trainer.drafter.zero_grad()
+        else:
+            optimizer.step(sums)
+        end = self.clock.mark()
+        synchronise(self.trainer.device.type)
+        ms = self.clock.ms
+        found = {name: sum(ms(*pair) for pair in pairs) for name, pairs in self._marks.items()}
+        found["step"] = ms(begin, middle)
+        found["backward"] = found["step"] - found["forward"] - found["loss"]
+        return found | {"optimizer": ms(middle, end)}
+
+
+def gib(size: int) -> float:
+    return size / 2**30
+
+
+def peak_of(device: str, run: Callable[[], object]) -> float | None:
+    """GiB allocated at most while `run` runs; None without a GPU."""
+    if device != "cuda":
+        run()
+        return None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return gib(torch.cuda.max_memory_allocated())
+
+
+class Baseline:
+    """The composition with the trainer's weights, on the same batch."""
+
+    def __init__(self, trainer: Trainer, inputs: Inputs, device: str) -> None:
+        config = trainer.drafter.config
+        with torch.device(device):
+            self.model = Composition(config)
+        self.model.load_state_dict(trainer.drafter.state_dict())
+        self.model.to(dtype_of(device))
+        self.inputs, self.head = inputs, trainer.head
+        self.embeds = slot_embeddings(inputs, trainer.embedding)
+        blocks = inputs.blocks
+        drafter = trainer.drafter
+        layouts = drafter.layouts(blocks.ctx_start, blocks.ctx_end, inputs.features.shape[0])
+        self.mixes = mixes(layouts, self.embeds.shape[0], device)
+
+    def loss(self) -> Tensor:
+        return numerator(self.model, self.inputs, self.embeds, self.head, self.mixes)
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.model.zero_grad()
+
+
+def measure(case: Case, device: str, rounds: int, blocks_at_once: int, baseline: bool) -> Row:
+    """One row. Raises RuntimeError if ours and the composition do not compute the same loss."""
+    config, clock = DRAFTERS[case.drafter], Clock(device)
+    trainer = random_trainer(config, device, blocks_at_once)
+    problem = random_batch(trainer, case.documents, case.anchors)
+    blocks = problem[2]
+    timed = TimedTrainer(trainer, clock)
+    row: Row = {"case": case.name, "drafter": case.drafter, "tokens": case.tokens}
+    row |= {"blocks": blocks.num_blocks, "rows": blocks.num_rows}
+    timed.step(problem, None)
+    row["peak_gib"] = peak_of(device, lambda: timed.step(problem, None))
+    optimizer = DrafterOptimizer(trainer.drafter, OptimOptions(name="adamw", lr=1e-9), 1 << 20)
+    timed.step(problem, optimizer)
+    row["peak_with_optimizer_gib"] = peak_of(device, lambda: timed.step(problem, optimizer))
+    runs: dict[str, Callable[[], float]] = {}
+    if baseline:
+        runs |= _baseline(row, trainer, problem, device, clock)
+    product = anchors.product_run(device)
+
+    def products() -> float:
+        begin = clock.mark()
+        for _ in range(PRODUCTS):
+            product()
+        end = clock.mark()
+        synchronise(device)
+        return clock.ms(begin, end) / PRODUCTS
+
+    runs["product"] = products
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times.setdefault(name, []).append(run())
+        for name, ms in timed.step(problem, optimizer).items():
+            times.setdefault(name, []).append(ms)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    product_rate = anchors.product_flops(device) / medians.pop("product") / 1e9
+    row |= {f"{name}_ms": ms for name, ms in medians.items()}
+    row["product_tflops"] = product_rate
+    operations = drafter_operations(config, blocks)
+    row["useful_tflop"] = operations / 1e12
+    row["mfu"] = operations / medians["step"] / 1e9 / product_rate
+    if "baseline" in medians:
+        row["over_baseline"] = medians["baseline"] / medians["step"]
+    return {k: rounded(v) if isinstance(v, float) else v for k, v in row.items()}
+
+
+def _baseline(
+    row: Row, trainer: Trainer, problem: Any, device: str, clock: Clock
+) -> dict[str, Callable[[], float]]:
+    """The composition's run, checked against ours; nothing where it does not fit the device."""
+    features, batch, blocks = problem
+    try:
+        other = Baseline(trainer, trainer.inputs(features, batch, blocks), device)
+        ours = float(_numerator(trainer, problem))
+        theirs = float(other.loss().detach())
+        row["baseline_peak_gib"] = peak_of(device, other.step)
+    except torch.OutOfMemoryError:
+        row["baseline_failed"] = "out of memory"
+        return {}
+    row["loss_difference"] = abs(ours - theirs) / abs(theirs)
+    if not row["loss_difference"] < LARGEST_DIFFERENCE:
+        raise RuntimeError(f"{row['case']}: loss {ours:.6g}, the composition's is {theirs:.6g}")
+
+    def run() -> float:
+        begin = clock.mark()
+        other.step()
+        end = clock.mark()
+        synchronise(device)
+        return clock.ms(begin, end)
+
+    return {"baseline": run}
+
+
+@torch.no_grad()
+def _numerator(trainer: Trainer, problem: tuple[Any, Any, Blocks]) -> Tensor:
+    features, batch, blocks = problem
+
+    def part(blocks: Blocks) -> tuple[LossOutput, Blocks]:
+        inputs = trainer.inputs(features, batch, blocks)
+        return trainer.loss(trainer.hidden(inputs, supervised=True), inputs.blocks), inputs.blocks
+
+    size = trainer.config.batch.blocks_at_once
+    return torch.stack([slot_sums(*part(b))[0] for b in blocks.chunks(size)]).sum()
+
+
+def walk(drafter: str, device: str, steps: int, blocks_at_once: int, largest: int) -> Row:
+    """Random lengths and anchor counts: memory over the walk, first-seen against seen again."""
+    trainer = random_trainer(DRAFTERS[drafter], device, blocks_at_once)
+    timed = TimedTrainer(trainer, Clock(device))
+    optimizer = DrafterOptimizer(trainer.drafter, OptimOptions(name="adamw", lr=1e-9), 1 << 20)
+    optimizer.allocate()
+    draw = torch.Generator().manual_seed(0)
+
+    def problem(seed: int, full: bool = False) -> Any:
+        documents, left = list[int](), largest
+        while left > 8:
+            drawn = int(torch.randint(8, largest // 2, (1,), generator=draw))
+            documents.append(min(left, largest // 4 if full else drawn))
+            left -= documents[-1]
+            if not full and torch.rand(1, generator=draw) < 0.1:
+                break
+        most = largest // 8
+        count = most if full else int(torch.randint(1, most + 1, (1,), generator=draw))
+        return random_batch(trainer, tuple(documents), count, seed)
+
+    timed.step(problem(0, full=True), optimizer)  # the largest legal batch is step 0
+    reserved, ratios = [], []
+    for seed in range(1, steps + 1):
+        batch = problem(seed)
+        first = timed.step(batch, optimizer)["step"]
+        reserved.append(gib(torch.cuda.memory_reserved()) if device == "cuda" else 0.0)
+        if seed % 10 == 0:
+            ratios.append(first / timed.step(batch, optimizer)["step"])
+    row: Row = {"drafter": drafter, "steps": steps, "largest_tokens": largest}
+    if ratios:
+        row |= {"first_over_seen": statistics.median(ratios), "worst_first_over_seen": max(ratios)}
+    if device == "cuda":
+        row |= {"reserved_first_gib": reserved[0], "reserved_last_gib": reserved[-1]}
+        row["reserved_growth"] = max(reserved) / reserved[0] - 1
+    return {k: rounded(v) if isinstance(v, float) else v for k, v in row.items()}
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench step", description=__doc__)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--drafters", nargs="+", choices=sorted(DRAFTERS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--blocks-at-once", type=int, default=1024)
+    parser.add_argument("--walk", type=int, help="steps of random shapes (default 1000; CPU 20)")
+    parser.add_argument("--no-baseline", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not cuda:
+        raise UserError("--device cuda, but torch finds no GPU: use --device cpu")
+    if min(args.rounds, args.blocks_at_once) < 1 or (args.walk or 0) < 0:
+        raise UserError("--rounds and --blocks-at-once must be at least 1, --walk at least 0")
+    on_gpu = args.device == "cuda"
+    out = args.out or Path(f"benchmarks/step_{'h200' if on_gpu else 'cpu'}.json")
+    result: Row = {"benchmark": "step", "rows": [], "walks": []}
+    for drafter in args.drafters or (("qwen3-8b", "qwen3.6-27b") if on_gpu else ("small",)):
+        for case in cases(drafter):
+            row = measure(case, args.device, args.rounds, args.blocks_at_once, not args.no_baseline)
+            result["rows"].append(row)
+            save(out, result)
+            print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    steps = args.walk if args.walk is not None else (1000 if on_gpu else 20)
+    if steps:
+        drafter, largest = ("qwen3-8b", 8192) if on_gpu else ("small", 512)
+        result["walks"].append(walk(drafter, args.device, steps, args.blocks_at_once, largest))
+        save(out, result)
+        print(" ".join(f"{key} {value}" for key, value in result["walks"][0].items()), flush=True)

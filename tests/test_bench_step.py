@@ -1,0 +1,86 @@
+"""`bench step` on the CPU, and the composition it compares with as a second truth of the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from tiny_targets import one_thread  # noqa: F401
+
+from dflash_ext.bench import step, step_problem
+from dflash_ext.bench.step import Baseline
+from dflash_ext.bench.step_problem import SMALL, random_batch, random_trainer
+from dflash_ext.drafter import FULL, SLIDING
+from dflash_ext.errors import UserError
+
+TINY = dataclasses.replace(
+    SMALL,
+    hidden_size=64,
+    target_hidden_size=64,
+    intermediate_size=96,
+    vocab_size=128,
+    mask_token_id=127,
+    num_heads=2,
+    num_kv_heads=1,
+    sliding_window=20,
+    target_layer_ids=(1, 3),
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(step_problem.DRAFTERS, "small", TINY)
+    case = step_problem.Case("2 x 40, 5 anchors", "small", (40, 40), 5)
+    monkeypatch.setattr(step, "cases", lambda drafter: (case,))
+
+
+@pytest.mark.parametrize("kinds", [(FULL,) * 2, (SLIDING, FULL), (SLIDING,)])
+def test_the_step_s_gradients_are_the_composition_s(kinds):
+    """Turns of blocks, unseen context, one mask row, supervised rows: none of it changes a sum."""
+    config = dataclasses.replace(TINY, layer_types=kinds, num_layers=len(kinds))
+    trainer = random_trainer(config, "cpu", blocks_at_once=3)
+    features, batch, blocks = random_batch(trainer, (30, 44, 25), 9)
+    for name, parameter in trainer.drafter.named_parameters():
+        if "norm" in name:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    sums = trainer.micro_step(features, batch, blocks)
+    other = Baseline(trainer, trainer.inputs(features, batch, blocks), "cpu")
+    loss = other.loss()
+    loss.backward()
+    assert float(sums[0]) == pytest.approx(float(loss.detach()), rel=1e-5)
+    theirs = dict(other.model.named_parameters())
+    for name, parameter in trainer.drafter.named_parameters():
+        truth = theirs[name].grad
+        assert (parameter.grad - truth).norm() <= 1e-5 * truth.norm() + 1e-8, name
+
+
+def test_bench_step_measures_and_saves(tiny, tmp_path):
+    out = tmp_path / "step.json"
+    step.main(["--device", "cpu", "--rounds", "2", "--walk", "10", "--out", str(out)])
+    result = json.loads(out.read_text())
+    (row,), (walk,) = result["rows"], result["walks"]
+    parts = row["forward_ms"] + row["loss_ms"] + row["backward_ms"]
+    assert row["step_ms"] == pytest.approx(parts, rel=0.5)  # medians of each on their own
+    assert row["over_baseline"] == pytest.approx(row["baseline_ms"] / row["step_ms"], rel=0.01)
+    assert row["loss_difference"] < 1e-5
+    assert row["mfu"] == pytest.approx(
+        row["useful_tflop"] / row["step_ms"] * 1e3 / row["product_tflops"], rel=0.01
+    )
+    assert walk["steps"] == 10
+    assert walk["worst_first_over_seen"] > 0
+
+
+def test_a_composition_that_computes_something_else_ends_the_benchmark(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(Baseline, "loss", lambda self: torch.tensor(1.0, requires_grad=True))
+    with pytest.raises(RuntimeError, match="the composition's is 1"):
+        step.main(["--device", "cpu", "--rounds", "1", "--out", str(tmp_path / "x.json")])
+
+
+def test_wrong_options_are_one_line_errors():
+    with pytest.raises(UserError, match="--rounds"):
+        step.main(["--device", "cpu", "--rounds", "0"])
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--device cpu"):
+            step.main(["--device", "cuda"])
