@@ -15,7 +15,7 @@ from dflash_ext.config import EvalOptions
 from dflash_ext.data.prompts import load_prompts
 from dflash_ext.drafter import Drafter
 from dflash_ext.evaluate import MethodReport, encode_prompt, summarise
-from dflash_ext.generate import Generation, greedy_decode, prompt_lookup_decode, speculative_decode
+from dflash_ext.generate import Generation, plain_decode, prompt_lookup_decode, speculative_decode
 from dflash_ext.target import Target
 
 Progressed = Callable[[int, int], None]
@@ -79,7 +79,7 @@ class Comparison:
         """Greedy and prompt-lookup generations, unless an interrupted run made them."""
         n, stop = self.max_new_tokens, target.stop_ids
         if "greedy" not in self.results:
-            self._decode("greedy", lambda ids: greedy_decode(target, ids, n, stop), progress)
+            self._decode("greedy", lambda ids: plain_decode(target, ids, n, stop), progress)
         if "lookup" not in self.results:
             self._decode(
                 "lookup",

@@ -9,8 +9,8 @@ D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
@@ -231,17 +231,6 @@ class Layer(nn.Module):
         return swiglu_linear_add(gate, up, mlp.down_proj, h)
 
 
-@dataclass
-class DrafterCache:
-    """Keys and values of the context rows seen so far, per layer, for one document."""
-
-    keys: list[Tensor] = field(default_factory=list)
-    """L tensors [capacity, Hkv, D]; rows from `length` on are not yet written."""
-    values: list[Tensor] = field(default_factory=list)
-    length: int = 0
-    """Context rows held = position of the next anchor."""
-
-
 class Drafter(nn.Module):
     """Parameter names are exactly the exported checkpoint's (semantics.md, "Checkpoint")."""
 
@@ -317,8 +306,19 @@ class Drafter(nn.Module):
         context [T, H] from `encode_context`, same dtype; positions int64 [N*B] and [T], inside the
         document; layouts from `layouts`. rows (int64 [R]): only these of the N*B, [R, H].
         """
-        layers, rope = self.stack(), self._rope(block_positions)
         contexts = self.context_keys_values(context, context_positions)
+        return self.blocks(embeds, contexts, block_positions, layouts, rows)
+
+    def blocks(
+        self,
+        embeds: Tensor,
+        contexts: Sequence[KeysValues],
+        block_positions: Tensor,
+        layouts: Mapping[str, AttentionLayout],
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """`forward` given `context_keys_values` of every layer."""
+        layers, rope = self.stack(), self._rope(block_positions)
         # All mask slots come into the first layer alike: one row is projected for all of them.
         projected = layers[0].project(embeds).spread(self.config.block_size)
         for layer, pair, following in zip(layers, contexts, [*layers[1:], None]):
@@ -327,44 +327,4 @@ class Drafter(nn.Module):
                 h = layer(projected, rope, pair, layout, rows)
             else:
                 projected = following.project(layer(projected, rope, pair, layout))
-        return self.norm(h)
-
-    def new_cache(
-        self, capacity: int, *, device: torch.device | str, dtype: torch.dtype
-    ) -> DrafterCache:
-        """An empty cache for up to `capacity` context rows of one document."""
-        shape = (capacity, self.config.num_kv_heads, self.config.head_dim)
-
-        def empty() -> list[Tensor]:
-            return [torch.empty(shape, device=device, dtype=dtype) for _ in self.layers]
-
-        return DrafterCache(keys=empty(), values=empty())
-
-    @torch.no_grad()
-    def extend_cache(self, cache: DrafterCache, features: Tensor) -> None:
-        """Append context rows from features [t, K*Ht] at positions cache.length .. + t - 1."""
-        begin, end = cache.length, cache.length + features.shape[0]
-        capacity = cache.keys[0].shape[0]
-        if end > capacity:
-            raise ValueError(f"drafter cache of {capacity} rows cannot hold {end}")
-        positions = torch.arange(begin, end, device=features.device)
-        made = self.context_keys_values(self.encode_context(features), positions)
-        for (key, value), keys, values in zip(made, cache.keys, cache.values):
-            keys[begin:end], values[begin:end] = key, value
-        cache.length = end
-
-    @torch.no_grad()
-    def draft(self, cache: DrafterCache, block_embeds: Tensor) -> Tensor:
-        """Hidden rows [B, H] of one block (embeddings [B, H]) anchored at row cache.length."""
-        T, B, device = cache.length, self.config.block_size, block_embeds.device
-        layouts = self.layouts(
-            torch.zeros(1, dtype=torch.int32, device=device),
-            torch.full((1,), T, dtype=torch.int32, device=device),
-            T,
-        )
-        rope = self._rope(torch.arange(T, T + B, device=device))
-        h = block_embeds
-        for layer, keys, values in zip(self.stack(), cache.keys, cache.values):
-            context = keys[:T], values[:T]
-            h = layer(layer.project(h), rope, context, layouts[layer.layer_type])
         return self.norm(h)

@@ -27,7 +27,7 @@ from dflash_ext.data.templates import render
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError, run_cli
 from dflash_ext.export import CONFIG, WEIGHTS, load_export
-from dflash_ext.generate import Generation, greedy_decode, prompt_lookup_decode, speculative_decode
+from dflash_ext.generate import Generation, plain_decode, prompt_lookup_decode, speculative_decode
 from dflash_ext.record import save
 from dflash_ext.run import resolve_device
 from dflash_ext.target import Target
@@ -46,7 +46,7 @@ class MethodReport:
     seconds: float
     """Wall clock, reading the prompts included."""
     steps: int = 0
-    """Verification steps (0 for plain greedy decoding)."""
+    """Forwards of the target after the one that read the prompt."""
     accept_len: float = 1.0
     """Mean tokens a step yields (1..B)."""
     full_block_rate: float = 0.0
@@ -159,7 +159,7 @@ def evaluate_prompts(
             progress(done, 3 * len(prompts))
         return generations
 
-    greedy = run(lambda ids: greedy_decode(target, ids, max_new_tokens, stop))
+    greedy = run(lambda ids: plain_decode(target, ids, max_new_tokens, stop))
     ours = run(lambda ids: speculative_decode(target, drafter, ids, max_new_tokens, stop))
     lookup = run(
         lambda ids: prompt_lookup_decode(target, ids, max_new_tokens, stop, block_size=block_size)
@@ -167,7 +167,7 @@ def evaluate_prompts(
     return SetReport(
         name=name,
         drafter=summarise(ours, block_size, greedy),
-        greedy=summarise(greedy, block_size),
+        greedy=summarise(greedy, 1),
         lookup=summarise(lookup, block_size, greedy),
     )
 

@@ -5,7 +5,6 @@ Shapes: N blocks, B slots per block, R supervised rows.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from dflash_ext.blocks import Blocks
 from dflash_ext.loss import LossOutput
+from dflash_ext.tree import heaviest_prefixes
 
 RECALL_AT = (2, 4, 8, 16)
 TREE_BUDGETS = (16, 64, 256)
@@ -93,28 +93,18 @@ def tree_accept_lengths(
 
     log_probs: per slot 1.., the log-probabilities of its likeliest tokens, falling, at least
     `max(budgets)` of them (or the whole vocabulary). label_ranks: per slot, the index of its label
-    in that list; beyond the list means not found or not supervised. Nodes are popped from the
-    heaviest down, so the tree of a smaller budget is a prefix of the same walk.
+    in that list; beyond the list means not found or not supervised.
     """
-    limit, reach = max(budgets), [0] * len(budgets)
-    # (-score, depth, rank, score of the parent, path so far equals the labels)
-    heap = [(-log_probs[0][0], 0, 0, 0.0, True)] if log_probs else []
-    for popped in range(limit):
-        if not heap:
-            break
-        negative, depth, rank, parent, on_path = heapq.heappop(heap)
-        matched = on_path and depth < len(label_ranks) and rank == label_ranks[depth]
-        if matched:
+    reach, matched = [0] * len(budgets), [True]
+    for count, node in enumerate(heaviest_prefixes(log_probs, max(budgets))):
+        slot = node.depth - 1
+        hit = matched[node.parent] and slot < len(label_ranks) and node.rank == label_ranks[slot]
+        matched.append(hit)
+        if hit:
             for i, budget in enumerate(budgets):
-                if popped < budget:
-                    reach[i] = depth + 1
-        if rank + 1 < len(log_probs[depth]):
-            sibling = parent + log_probs[depth][rank + 1]
-            heapq.heappush(heap, (-sibling, depth, rank + 1, parent, on_path))
-        if depth + 1 < len(log_probs):
-            child = -negative + log_probs[depth + 1][0]
-            heapq.heappush(heap, (-child, depth + 1, 0, -negative, matched))
-    return [matched + 1 for matched in reach]
+                if count < budget:
+                    reach[i] = node.depth
+    return [depth + 1 for depth in reach]
 
 
 def tree_sums(log_probs: Tensor, ids: Tensor, blocks: Blocks) -> dict[int, float]:

@@ -28,8 +28,6 @@ from dflash_ext.transfer import FeatureBatch
 log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# Layers whose cache can be rolled back by dropping positions.
-CROPPABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class Vocabulary(NamedTuple):
@@ -343,52 +341,46 @@ class Target:
             out, self.tap_ids, batch.sample_ids, batch.token_hash(), batch.num_tokens
         )
 
-    def new_cache(self) -> Any:
-        """An empty key-value cache that can be rolled back.
-
-        Built without the model's config: sliding layers then keep all keys and the attention mask
-        does the windowing; a rolling buffer would have thrown away what a rollback needs.
-        UserError for targets with recurrent or other state.
-        """
-        from transformers import DynamicCache
-
+    @property
+    def layer_types(self) -> set[str]:
+        """Kinds of state its decoder layers keep, by transformers' names."""
         config = self.model.config.get_text_config()
-        other = set(getattr(config, "layer_types", None) or ()) - CROPPABLE_LAYER_TYPES
-        if other:
-            raise UserError(
-                f"speculative decoding of a target with {sorted(other)} layers is not supported: "
-                f"their state cannot be rolled back; expected {sorted(CROPPABLE_LAYER_TYPES)} only"
-            )
-        return DynamicCache()
+        named = set(getattr(config, "layer_types", None) or ())
+        # A config without layer_types has one kind of layer.
+        return named or {"sliding_attention" if self.window is not None else "full_attention"}
 
-    def rollback(self, cache: Any, count: int) -> None:
-        """Drop the last `count` positions of a cache."""
-        if count > 0:  # only the negative form means the same in every transformers release
-            cache.crop(-count)
+    @property
+    def window(self) -> int | None:
+        """Positions that a sliding layer sees, its own included; None if no layer slides."""
+        config = self.model.config.get_text_config()
+        if getattr(config, "use_sliding_window", True) is False:
+            return None
+        return getattr(config, "sliding_window", None)
 
     @torch.no_grad()
     def forward_with_taps(
-        self, input_ids: Tensor, cache: Any, *, last_only: bool = False, taps: bool = True
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        cache: Any,
+        *,
+        mask: Any = None,
+        last_only: bool = False,
+        taps: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Extend `cache` by n tokens of one sequence, from position `cache.get_seq_length()` on.
+        """Extend `cache` by n tokens of each of R sequences.
 
-        input_ids int64 [n] on the target's device -> logits [n, V] ([1, V] if `last_only`) and
-        features [n, K*Ht] (None without `taps`). V may be cut as in `vocabulary`.
+        input_ids, positions int64 [R, n] on the target's device; mask as transformers takes it,
+        None: causal -> logits [R, n, V] ([R, 1, V] if `last_only`) and features [R * n, K*Ht] (None
+        without `taps`). V may be cut as in `vocabulary`.
         """
-        start, n = cache.get_seq_length(), input_ids.numel()
-        positions = torch.arange(start, start + n, device=self.device)
         keywords: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+        if mask is not None:
+            keywords["attention_mask"] = mask
         if last_only and self._can_cut_logits:
             keywords["logits_to_keep"] = 1
         capture = _Capture(None, stop=False) if taps else None
-        output = self._run(
-            capture, input_ids=input_ids[None], position_ids=positions[None], **keywords
-        )
-        if cache.get_seq_length() != start + n:
-            raise UserError(
-                f"target {type(self.model).__name__} does not keep its state in a key-value cache: "
-                "speculative decoding of it is not supported"
-            )
-        logits = output.logits[0, -1:] if last_only else output.logits[0]
+        output = self._run(capture, input_ids=input_ids, position_ids=positions, **keywords)
+        logits = output.logits[:, -1:] if last_only else output.logits
         features = torch.cat([capture.taps[t] for t in self.tap_ids], -1) if capture else None
-        return logits[:, : self.vocab_size], features
+        return logits[..., : self.vocab_size], features

@@ -224,29 +224,6 @@ def test_fixed_weights_are_cast_once_and_forgotten():
     assert linear.cast(torch.bfloat16) is not linear.cast(torch.bfloat16)
 
 
-def test_cached_draft_equals_packed_forward():
-    drafter = make()
-    case = Case(drafter.config)
-    out = case.run(drafter)
-    cache = drafter.new_cache(16, device="cpu", dtype=torch.float32)
-    for piece in (case.features[7:8], case.features[8:10]):  # document 2 up to anchor 3
-        drafter.extend_cache(cache, piece)
-    assert cache.length == 3
-    torch.testing.assert_close(
-        drafter.draft(cache, case.slots()[12:16]), out[12:16], rtol=1e-5, atol=1e-5
-    )
-    drafter.extend_cache(cache, case.features[10:17])
-    torch.testing.assert_close(
-        drafter.draft(cache, case.slots()[16:20]), out[16:20], rtol=1e-5, atol=1e-5
-    )
-    empty = drafter.new_cache(4, device="cpu", dtype=torch.float32)
-    torch.testing.assert_close(
-        drafter.draft(empty, case.slots()[:4]), out[:4], rtol=1e-5, atol=1e-5
-    )
-    with pytest.raises(ValueError, match="cannot hold"):
-        drafter.extend_cache(empty, case.features[:5])
-
-
 def test_bf16_compute_keeps_fp32_masters():
     drafter = make()
     case = Case(drafter.config)

@@ -14,7 +14,9 @@ from test_generate import drafter_for
 from tiny_targets import VOCAB, one_thread, tiny_model  # noqa: F401
 
 from dflash_ext import export
+from dflash_ext.batch import PackedBatch
 from dflash_ext.drafter import Drafter
+from dflash_ext.drafting import Drafting
 from dflash_ext.errors import UserError
 from dflash_ext.export import check_pairing, load_export, prove, save_export
 from dflash_ext.export_check import StoredDrafter
@@ -159,14 +161,15 @@ def test_greedy_block_of_the_trainer_equals_an_independent_decode(target, tmp_pa
     folder = save_export(drafter, tmp_path / "e")
     reloaded, stored = load_export(folder), StoredDrafter(folder)
     text = list(range(3, 23))
-    _, features = target.forward_with_taps(torch.tensor(text), target.new_cache())
+    batch = PackedBatch.from_documents([(torch.tensor(text), torch.ones(len(text)))], [0])
+    features = target.features(batch).features
     embedding, head = target.vocabulary()
     root, B = 50, 4
     block = embedding[[root] + [drafter.config.mask_token_id] * (B - 1)]
     drafts = (stored.hidden(features, [20], block[None])[0, 1:] @ head.T).argmax(-1).tolist()
-    cache = reloaded.new_cache(32, device="cpu", dtype=torch.float32)
-    reloaded.extend_cache(cache, features)
-    assert (reloaded.draft(cache, block)[1:] @ head.T).argmax(-1).tolist() == drafts
+    drafting = Drafting(reloaded, 1, 32, device="cpu", dtype=torch.float32)
+    drafting.extend(features, torch.zeros(20, dtype=torch.int64), torch.arange(20), [20])
+    assert (drafting.draft(block[:2])[1:] @ head.T).argmax(-1).tolist() == drafts
     assert len(set(drafts)) > 1
 
 

@@ -1,4 +1,7 @@
-"""Speculative decoding is lossless, accepts what it should, and stops where it should."""
+"""Every way of decoding gives the target's own text, accepts what it should, stops where it should.
+
+Truth: transformers' `generate`, or a rollout without any cache.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,32 @@ import itertools
 
 import pytest
 import torch
-from tiny_targets import FAMILIES, VOCAB, one_thread, tiny_model  # noqa: F401
+import transformers as tf
+from oracle import Oracle
+from tiny_targets import (  # noqa: F401
+    FAMILIES,
+    VOCAB,
+    one_thread,
+    tiny_hybrid,
+    tiny_model,
+)
 
 from dflash_ext.drafter import Drafter, DrafterConfig
 from dflash_ext.errors import UserError
 from dflash_ext.generate import (
-    PromptLookup,
-    greedy_decode,
-    matching_prefix,
+    decode,
+    plain_decode,
     prompt_lookup_decode,
     speculative_decode,
     until_stop,
 )
+from dflash_ext.proposers import RECORDED, DrafterProposer, Nobody, PromptLookup
+from dflash_ext.reader import AttentionReader
+from dflash_ext.sampling import GREEDY, Sampling, draw
 from dflash_ext.target import Target
+
+LENGTHS = (9, 23, 4, 15)
+SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=7)
 
 
 def drafter_for(target: Target, *, block_size: int = 8, seed: int = 0, **changes) -> Drafter:
@@ -45,146 +61,260 @@ def drafter_for(target: Target, *, block_size: int = 8, seed: int = 0, **changes
     return Drafter(DrafterConfig(**{**config, **changes}))
 
 
-class Oracle:
-    """Stands in for a drafter: knows the continuation and gets the first `right` slots right."""
-
-    def __init__(self, target: Target, prompt_length: int, truth: list[int], right, block_size=8):
-        self.config = drafter_for(target, block_size=block_size).config
-        self.truth, self.right, self.offset = truth, itertools.cycle(right), prompt_length
-        self.head = target.vocabulary().head
-        self.features = torch.zeros(0, self.config.feature_width)
-
-    def new_cache(self, capacity, *, device, dtype):
-        return None
-
-    def extend_cache(self, cache, features):
-        self.features = torch.cat([self.features, features])
-
-    def draft(self, cache, block_embeds):
-        begin, right = len(self.features) - self.offset, next(self.right)
-        ids = (self.truth + [3] * 32)[begin : begin + self.config.block_size]
-        ids = [t if k <= right else (t + 1) % VOCAB for k, t in enumerate(ids)]
-        # Rows of the head's pseudo-inverse: times the head they are one-hot logits.
-        return torch.linalg.pinv(self.head)[:, ids].T
-
-
 @pytest.fixture(scope="module")
-def wide() -> Target:
-    """Hidden size above the vocabulary's, so that Oracle can name any token."""
-    return Target(tiny_model(hidden_size=128, num_hidden_layers=2))
+def small() -> Target:
+    return Target(tiny_model(num_hidden_layers=2))
 
 
-def rollout(target: Target, prompt: list[int], count: int) -> list[int]:
-    """Greedy continuation without any cache: the truth that everything is held against."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            ids.append(
-                int(target.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
-            )
-    return ids[len(prompt) :]
+def varied(family: str, **changes) -> Target:
+    """Untied, or a large embedding repeats its own token for ever, whatever the caches hold."""
+    return Target(tiny_model(family, tie_word_embeddings=False), **changes)
 
 
-def prompts(count: int, length: int = 9) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(3, VOCAB, (count, length), generator=generator).tolist()
+def theirs(target: Target, prompt: list[int], count: int) -> list[int]:
+    """transformers' greedy text."""
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    out = target.model.generate(ids, max_new_tokens=count, **options)
+    return out[0, len(prompt) :].tolist()
+
+
+def plain(target: Target, texts: list[list[int]], count: int, sampling=GREEDY) -> list[list[int]]:
+    """The target alone, and every token held against a forward that knows no cache."""
+    found = []
+    for prompt, got in zip(
+        texts, decode(target, Nobody(), texts, count, sampling=sampling, batch=9)
+    ):
+        whole = torch.tensor([[*prompt, *got.tokens]])
+        with torch.no_grad():
+            logits = target.model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        places = [len(prompt) + i for i in range(count)]
+        assert draw(logits, places, sampling).tolist() == got.tokens
+        found.append(got.tokens)
+    assert len(set(itertools.chain(*found))) > 12
+    return found
+
+
+def prompts(count: int, lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = itertools.islice(itertools.cycle(lengths), count)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in sizes]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_way_of_decoding_gives_the_target_s_greedy_tokens(family):
-    target = Target(tiny_model(family), tap_ids=(0, 1, 3))
-    drafter = drafter_for(target)
-    prompt = prompts(1)[0]
-    truth = rollout(target, prompt, 40)
-    assert greedy_decode(target, prompt, 40).tokens == truth
-    ours = speculative_decode(target, drafter, prompt, 40)
-    assert ours.tokens == truth
-    assert prompt_lookup_decode(target, prompt, 40, block_size=6).tokens == truth
-    assert 40 <= 1 + sum(ours.accepted) < 40 + 8
-    assert not ours.stopped
-
-
-def test_thousands_of_tokens_are_identical():
-    target = Target(tiny_model("qwen3", num_hidden_layers=2))
-    drafter = drafter_for(target, num_layers=1, layer_types=("full_attention",))
-    total = 0
-    for prompt in prompts(4):
-        truth = greedy_decode(target, prompt, 500).tokens
-        assert speculative_decode(target, drafter, prompt, 500).tokens == truth
-        total += len(truth)
-    assert total == 2000
-    assert prompt_lookup_decode(target, prompt, 500, block_size=16).tokens == truth
-
-
-def test_a_perfect_drafter_is_accepted_whole(wide):
-    prompt = prompts(1)[0]
-    truth = greedy_decode(wide, prompt, 65).tokens
-    oracle = Oracle(wide, len(prompt), truth, right=[7])
-    got = speculative_decode(wide, oracle, prompt, 65)
-    assert got.tokens == truth
-    assert got.accepted == [8] * 8  # 1 + 64
-
-
-def test_partly_right_drafts_are_accepted_as_far_as_they_are_right(wide):
-    prompt, right = prompts(2)[1], [0, 3, 7, 1, 5]
-    truth = greedy_decode(wide, prompt, 100).tokens
-    oracle = Oracle(wide, len(prompt), truth, right=right)
-    got = speculative_decode(wide, oracle, prompt, 90)
-    assert got.tokens == truth[:90]
-    assert got.accepted == [r + 1 for r, _ in zip(itertools.cycle(right), got.accepted)]
+def test_every_way_of_decoding_gives_the_target_s_text(family):
+    """A random drafter, then an oracle so that every accepted length occurs; rows are refilled."""
+    target = varied(family, tap_ids=(0, 1, 3))
+    drafter, texts, count = drafter_for(target), prompts(4), 16
+    truths = plain(target, texts, count + 8)
+    expected = [truth[:count] for truth in truths]
+    known = {tuple(p): t for p, t in zip(texts, truths)}
+    for proposer in (
+        DrafterProposer(target, drafter),
+        DrafterProposer(target, drafter, tree=12),
+        Oracle(known, [0, 7, 3, 1, 6]),
+        Oracle(known, [0, 7, 3, 1, 6], tree=20),
+    ):
+        got = decode(target, proposer, texts, count, batch=3)
+        assert [g.tokens for g in got] == expected
+        assert all(count <= 1 + sum(g.accepted) < count + 8 for g in got)
+        assert not any(g.stopped for g in got)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_the_drafter_gets_the_features_of_kept_tokens_and_no_others(family):
-    target = Target(tiny_model(family, hidden_size=128), tap_ids=(0, 3))
-    prompt = prompts(1)[0]
-    truth = greedy_decode(target, prompt, 60).tokens
-    oracle = Oracle(target, len(prompt), truth, right=[2, 0, 7, 4])
-    speculative_decode(target, oracle, prompt, 50)
-    kept = len(oracle.features)
-    _, expected = target.forward_with_taps(
-        torch.tensor((prompt + truth)[:kept]), target.new_cache()
-    )
-    torch.testing.assert_close(oracle.features, expected, rtol=3e-4, atol=3e-4)
+def test_one_sequence_gives_what_transformers_generates(family):
+    target, (text,) = varied(family), prompts(1)
+    drafter, expected = drafter_for(target), theirs(target, text, 30)
+    assert plain_decode(target, text, 30).tokens == expected
+    assert speculative_decode(target, drafter, text, 30).tokens == expected
+    assert speculative_decode(target, drafter, text, 30, tree=9).tokens == expected
+    assert prompt_lookup_decode(target, text, 30, block_size=6).tokens == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+def test_sampled_text_is_the_same_in_every_way(family):
+    target = varied(family, tap_ids=(0, 1, 3))
+    drafter, texts, count = drafter_for(target), prompts(4), 20
+    truths = plain(target, texts, count + 8, SAMPLED)
+    expected = [truth[:count] for truth in truths]
+    assert expected != plain(target, texts, count)
+    known = {tuple(p): t for p, t in zip(texts, truths)}
+    for proposer, batch in (
+        (DrafterProposer(target, drafter, sampling=SAMPLED), 3),
+        (DrafterProposer(target, drafter, tree=12, sampling=SAMPLED), 3),
+        (PromptLookup(6, target.device), 4),
+        (Oracle(known, [0, 7, 3, 1, 6]), 3),
+        (Oracle(known, [0, 7, 3, 1, 6], tree=20), 1),
+    ):
+        got = decode(target, proposer, texts, count, sampling=SAMPLED, batch=batch)
+        assert [g.tokens for g in got] == expected
+    other = Sampling(temperature=0.8, seed=8)
+    assert plain_decode(target, texts[0], count, sampling=other).tokens != expected[0]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_thousands_of_tokens_are_identical(sampling):
+    target = Target(tiny_model("qwen3", num_hidden_layers=2))
+    texts, count = prompts(8), 200
+    truths = plain(target, texts, count + 16, sampling)
+    expected, known = [t[:count] for t in truths], {tuple(p): t for p, t in zip(texts, truths)}
+    if sampling.greedy:
+        assert truths[0] == theirs(target, texts[0], count + 16)
+    for proposer in (
+        PromptLookup(16, target.device),
+        Oracle(known, [*range(16), 15, 9], block_size=16),
+        Oracle(known, [*range(16), 15, 9], block_size=16, tree=32),
+    ):
+        got = decode(target, proposer, texts, count, sampling=sampling, batch=8)
+        assert [g.tokens for g in got] == expected
+
+
+@pytest.mark.parametrize("tree", [0, 20])
+def test_guesses_are_accepted_exactly_as_far_as_they_are_right(small, tree):
+    texts = prompts(3)
+    truths = {tuple(p): t for p, t in zip(texts, plain(small, texts, 100))}
+    whole = decode(small, Oracle(truths, [7], tree=tree), texts, 65, batch=2)
+    assert [g.accepted for g in whole] == [[8] * 8] * 3  # 1 + 64
+    right = [0, 3, 7, 1, 5, 2, 4, 6]
+    for prompt in texts:
+        (got,) = decode(small, Oracle(truths, right, tree=tree), [prompt], 90)
+        assert got.tokens == truths[tuple(prompt)][:90]
+        assert got.accepted == [r + 1 for r, _ in zip(itertools.cycle(right), got.accepted)]
+
+
+@pytest.mark.parametrize("tree", [0, 20])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_drafter_gets_the_features_of_kept_tokens_and_no_others(family, tree):
+    target = varied(family, tap_ids=(0, 3))
+    texts = prompts(5)
+    truths = {tuple(p): t for p, t in zip(texts, plain(target, texts, 36))}
+    oracle = Oracle(truths, [2, 0, 7, 4], tree=tree, features=True)
+    decode(target, oracle, texts, 28, batch=3)
+    for prompt, pieces in oracle.features.items():
+        features = torch.cat(pieces)
+        text = torch.tensor([[*prompt, *truths[prompt]][: len(features)]])
+        places = torch.arange(len(features))[None]
+        _, expected = target.forward_with_taps(text, places, tf.DynamicCache())
+        torch.testing.assert_close(features, expected, rtol=3e-4, atol=3e-4)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 9, 10, 23])
-def test_max_new_tokens_is_exact(wide, count):
-    prompt = prompts(1)[0]
-    truth = greedy_decode(wide, prompt, 60).tokens
-    oracle = Oracle(wide, len(prompt), truth, right=[7])
-    assert greedy_decode(wide, prompt, count).tokens == truth[:count]
-    assert speculative_decode(wide, oracle, prompt, count).tokens == truth[:count]
-    assert prompt_lookup_decode(wide, prompt, count, block_size=16).tokens == truth[:count]
+def test_max_new_tokens_is_exact(small, count):
+    texts = prompts(2)
+    truths = {tuple(p): t for p, t in zip(texts, plain(small, texts, 32))}
+    expected = [truth[:count] for truth in truths.values()]
+    for proposer in (Nobody(), Oracle(truths, [7]), Oracle(truths, [7, 2], tree=16)):
+        assert [g.tokens for g in decode(small, proposer, texts, count, batch=2)] == expected
 
 
-def test_a_stop_token_anywhere_in_a_block_ends_it_there(wide):
-    prompt = next(p for p in prompts(40) if len(set(greedy_decode(wide, p, 30).tokens)) > 20)
-    truth = greedy_decode(wide, prompt, 30).tokens
+def test_a_stop_token_anywhere_in_a_block_ends_it_there(small):
+    texts = prompts(16)
+    prompt, truth = max(
+        zip(texts, plain(small, texts, 30)), key=lambda pair: len(set(pair[1][:14]))
+    )
     first_seen = [i for i, token in enumerate(truth) if token not in truth[:i]]
     assert len([i for i in first_seen if i <= 12]) > 8  # the first token, every slot, the bonus
+    known = {tuple(prompt): truth}
     for i in first_seen:
         if i > 12:
             break
         stop = {truth[i], 10**6}
-        for right in ([7], [3]):
-            oracle = Oracle(wide, len(prompt), truth, right=right)
-            got = speculative_decode(wide, oracle, prompt, 30, stop)
+        for proposer in (
+            Nobody(),
+            PromptLookup(16, small.device),
+            Oracle(known, [7]),
+            Oracle(known, [3]),
+            Oracle(known, [7], tree=16),
+        ):
+            (got,) = decode(small, proposer, [prompt], 30, stop)
             assert got.tokens == truth[: i + 1]
             assert got.stopped
             assert 1 + sum(got.accepted) == i + 1
-        assert greedy_decode(wide, prompt, 30, stop).tokens == truth[: i + 1]
-        assert prompt_lookup_decode(wide, prompt, 30, stop, block_size=16).tokens == truth[: i + 1]
-    cut = speculative_decode(
-        wide, Oracle(wide, len(prompt), truth, right=[7]), prompt, 9, {truth[10]}
-    )
+    (cut,) = decode(small, Oracle(known, [7]), [prompt], 9, {truth[10]})
     assert cut.tokens == truth[:9]
     assert not cut.stopped
 
 
-def test_one_wait_for_the_device_per_step(wide, monkeypatch):
-    prompt = prompts(1)[0]
-    drafter = drafter_for(wide)
+@pytest.mark.parametrize("tree", [None, 10])
+def test_rows_that_end_give_their_place_to_waiting_sequences(small, tree):
+    """Texts of very different lengths: what a row held before must not be seen by what follows."""
+    texts, drafter = prompts(9, (9, 30, 4, 1)), drafter_for(small)
+    stop = set(range(0, VOCAB, 7))
+    expected = decode(small, Nobody(), texts, 24, stop)
+    assert len({len(g.tokens) for g in expected}) > 3
+    alone = [speculative_decode(small, drafter, p, 24, stop, tree=tree) for p in texts]
+    finished = []
+    for batch in (2, 4, 20):
+        proposer = DrafterProposer(small, drafter, tree=tree)
+        got = decode(
+            small, proposer, texts, 24, stop, batch=batch, finished=lambda: finished.append(1)
+        )
+        for ours, one, truth in zip(got, alone, expected):
+            assert (ours.tokens, ours.stopped) == (truth.tokens, truth.stopped)
+            assert ours.accepted == one.accepted
+    assert len(finished) == 3 * len(texts)
+
+
+def test_what_is_recorded(small):
+    texts, drafter = prompts(3), drafter_for(small)
+    embedding, head = small.vocabulary()
+    for tree in (None, 12):
+        proposer = DrafterProposer(small, drafter, tree=tree, record=True)
+        for prompt, got in zip(texts, decode(small, proposer, texts, 30, batch=2)):
+            assert len(got.ranks) == len(got.expected) == len(got.accepted)
+            # Step by step again from the whole text: features, then the block at its anchor.
+            text, known = [*prompt, *got.tokens], len(prompt) + 1
+            features = small.forward_with_taps(
+                torch.tensor([text]), torch.arange(len(text))[None], tf.DynamicCache()
+            )[1]
+            for accepted, ranks, expected in zip(got.accepted, got.ranks, got.expected):
+                a = known - 1
+                block = embedding[[text[a], drafter.config.mask_token_id]]
+                layouts = drafter.layouts(torch.tensor([0]), torch.tensor([a]), a)
+                with torch.no_grad():
+                    hidden = drafter(
+                        block,
+                        drafter.encode_context(features[:a]),
+                        torch.arange(a, a + 8),
+                        torch.arange(a),
+                        layouts,
+                    )
+                    log_probs = (hidden[1:] @ head.T).log_softmax(-1)
+                for slot, (rank, token) in enumerate(zip(ranks, text[known:])):
+                    true = int((log_probs[slot] > log_probs[slot, token]).sum())
+                    assert rank == min(true, RECORDED)
+                if tree is None:
+                    best = log_probs.max(-1).values
+                    assert expected == pytest.approx(float(best.cumsum(0).exp().sum()), rel=1e-4)
+                else:
+                    assert 0 < expected < 7
+                known += accepted
+                if known > len(text):
+                    break
+
+
+class StubModel:
+    """A target without transformers' own reads of scalars: random logits, hooks fed by hand."""
+
+    def __init__(self, target: Target) -> None:
+        self.config, self.target = target.model.config, target
+
+    def __call__(self, input_ids, logits_to_keep=0, **keywords):
+        capture = self.target._local.capture
+        cache = keywords["cache" if "cache" in keywords else "past_key_values"]
+        R, n = input_ids.shape
+        for layer in range(self.target.num_layers):
+            cache.update(torch.zeros(R, 1, n, 2), torch.zeros(R, 1, n, 2), layer)
+        for tap in self.target.tap_ids:
+            capture.taps[tap] = torch.randn(R * n, self.target.hidden_size)
+        output = type("Output", (), {})()
+        output.logits = torch.randn(R, n, VOCAB)
+        return output
+
+
+@pytest.mark.parametrize(("tree", "waits_per_step"), [(None, 1), (12, 2)])
+def test_waits_for_the_device(small, monkeypatch, tree, waits_per_step):
+    texts, drafter = prompts(3), drafter_for(small)
     waits = 0
     real = torch.Tensor.tolist
 
@@ -199,36 +329,21 @@ def test_one_wait_for_the_device_per_step(wide, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     for name in ("item", "__int__", "__bool__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, forbidden)
-    monkeypatch.setattr(wide, "model", StubModel(wide))
-    got = speculative_decode(wide, drafter, prompt, 20)
-    assert waits == len(got.accepted) + 1  # and one for the first token
-
-
-class StubModel:
-    """A target without transformers' own reads of scalars: random logits, hooks fed by hand."""
-
-    def __init__(self, target: Target) -> None:
-        self.config, self.target = target.model.config, target
-
-    def __call__(self, input_ids, logits_to_keep=0, **keywords):
-        capture = self.target._local.capture
-        cache = keywords["cache" if "cache" in keywords else "past_key_values"]
-        n = input_ids.shape[1]
-        for layer in range(self.target.num_layers):
-            cache.update(torch.zeros(1, 1, n, 2), torch.zeros(1, 1, n, 2), layer)
-        for tap in self.target.tap_ids:
-            capture.taps[tap] = torch.randn(n, self.target.hidden_size)
-        output = type("Output", (), {})()
-        output.logits = torch.randn(1, n, VOCAB)
-        return output
+    monkeypatch.setattr(small, "model", StubModel(small))
+    got = decode(small, DrafterProposer(small, drafter, tree=tree), texts, 20, batch=3)
+    steps = max(len(g.accepted) for g in got)
+    assert waits == waits_per_step * steps + 3  # and one for the first token of each
 
 
 def test_prompt_lookup_proposes_what_followed_the_longest_match():
     def lookup(text):
         proposer = PromptLookup(5, torch.device("cpu"))
-        proposer.observe(text[:2])
-        proposer.observe(text[2:])
-        return proposer.lookup()
+        proposer.open(1, 100)
+        proposer.start(0, text[:2])
+        proposer.observe([text[2:]], None, None)
+        proposal = proposer.propose(torch.tensor(text[-1:]))
+        assert proposal.counts == [len(proposal.ids[0])]
+        return proposal.ids[0].tolist()
 
     assert lookup([1, 2, 3, 4, 5, 6, 7, 1, 2, 3]) == [4, 5, 6, 7]
     assert lookup([9, 3, 8, 8, 8, 1, 2, 3, 4, 5, 6, 7, 2, 3]) == [4, 5, 6, 7]  # (2, 3) before (3,)
@@ -242,22 +357,81 @@ def test_prompt_lookup_profits_from_repetition():
     """With small weights greedy decoding ends in a cycle, which a copy predicts perfectly."""
     target = Target(tiny_model(num_hidden_layers=2, std=0.02))
     got = prompt_lookup_decode(target, prompts(1)[0], 100, block_size=8)
-    assert got.tokens == greedy_decode(target, prompts(1)[0], 100).tokens
+    assert got.tokens == plain_decode(target, prompts(1)[0], 100).tokens
     assert got.accepted[-5:] == [8] * 5
 
 
-def test_helpers():
-    assert matching_prefix([1, 2, 3], [1, 2, 4, 9]) == 2
-    assert matching_prefix([], [5]) == 0
-    assert matching_prefix([1], [1, 2]) == 1
+def test_until_stop():
     assert until_stop([1, 2, 3], {2}) == [1, 2]
     assert until_stop([1, 2, 3], ()) == [1, 2, 3]
 
 
-def test_errors(wide):
+class TestHybrid:
+    """A target with linear-attention layers, whose state a token cannot be taken out of."""
+
+    def test_chains_give_its_text(self):
+        target = Target(tiny_hybrid(), tap_ids=(1, 3))
+        texts, count = prompts(3), 20
+        truths = [theirs(target, prompt, count + 8) for prompt in texts]
+        known = {tuple(p): t for p, t in zip(texts, truths)}
+        oracle = Oracle(known, [0, 7, 3, 1, 6], features=True)
+        for proposer in (Nobody(), DrafterProposer(target, drafter_for(target)), oracle):
+            got = decode(target, proposer, texts, count, batch=2)
+            assert [g.tokens for g in got] == [truth[:count] for truth in truths]
+        for prompt, pieces in oracle.features.items():
+            features = torch.cat(pieces)
+            text = torch.tensor([[*prompt, *known[prompt]][: len(features)]])
+            places = torch.arange(len(features))[None]
+            cache = tf.DynamicCache(config=target.model.config)
+            _, expected = target.forward_with_taps(text, places, cache)
+            torch.testing.assert_close(features, expected, rtol=1e-3, atol=1e-3)
+
+    def test_sampled(self):
+        target = Target(tiny_hybrid(), tap_ids=(1, 3))
+        prompt = prompts(1)[0]
+        (truth,) = plain(target, [prompt], 30, SAMPLED)
+        for right in ([7], [2, 0, 5]):
+            oracle = Oracle({tuple(prompt): truth}, right)
+            (got,) = decode(target, oracle, [prompt], 22, sampling=SAMPLED)
+            assert got.tokens == truth[:22]
+
+    def test_trees_are_refused(self):
+        target = Target(tiny_hybrid(), tap_ids=(1, 3))
+        with pytest.raises(UserError, match=r"'linear_attention'\] layers.*chains, not trees"):
+            speculative_decode(target, drafter_for(target), [5], 4, tree=8)
+
+    def test_a_state_that_several_tokens_do_not_continue_is_refused(self, monkeypatch):
+        target = Target(tiny_hybrid(), tap_ids=(1, 3))
+        real = target.model.forward
+
+        def forgetful(input_ids, cache=None, **keywords):
+            if input_ids.shape[1] == 4:  # reads as if nothing stood before, as some releases do
+                return real(
+                    input_ids, cache=tf.DynamicCache(config=target.model.config), **keywords
+                )
+            return real(input_ids, cache=cache, **keywords)
+
+        monkeypatch.setattr(target.model, "forward", forgetful)
+        monkeypatch.setattr(target, "_cache_argument", "cache")
+        with pytest.raises(UserError, match=r"\['linear_attention'\] layers is not supported by"):
+            plain_decode(target, [5, 6], 4)
+
+
+def test_errors(small):
     with pytest.raises(UserError, match="empty prompt"):
-        greedy_decode(wide, [], 4)
+        plain_decode(small, [], 4)
     with pytest.raises(UserError, match="exceed the target's 4096 positions"):
-        speculative_decode(wide, drafter_for(wide), [5] * 4080, 10)
-    with pytest.raises(UserError, match="expected 1 taps × 128, got 2"):
-        speculative_decode(wide, drafter_for(wide, target_layer_ids=(1,)), [5], 10)
+        speculative_decode(small, drafter_for(small), [5] * 4080, 10)
+    with pytest.raises(UserError, match="expected 1 taps × 64, got 2"):
+        speculative_decode(small, drafter_for(small, target_layer_ids=(1,)), [5], 10)
+    with pytest.raises(UserError, match="batch 0: expected at least 1"):
+        decode(small, Nobody(), [[5]], 4, batch=0)
+    with pytest.raises(UserError, match="tree of 0 guesses"):
+        speculative_decode(small, drafter_for(small), [5], 10, tree=0)
+    assert decode(small, Nobody(), [], 4) == []
+    flex = Target(tiny_model(num_hidden_layers=2))
+    flex.model.config._attn_implementation_internal = "flex_attention"
+    reader = AttentionReader(flex, 2, 20)
+    reader.lengths = [3, 4]
+    with pytest.raises(UserError, match="flex_attention attention, which takes no mask"):
+        reader.read(torch.ones(2, 1, dtype=torch.int64), [(), ()], taps=False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_targets import FAMILIES, one_thread, tiny_model  # noqa: F401
 from torch import nn
+from transformers import DynamicCache
 
 from dflash_ext.shield import shield
 from dflash_ext.target import Target
@@ -16,7 +17,7 @@ def test_a_shielded_target_is_the_same_target(family, monkeypatch):
     model, ids = tiny_model(family), torch.arange(5)[None]
     names = [type(m).__name__ for m in model.modules()]
     taps = Target(model, tap_ids=(1,))
-    logits, features = taps.forward_with_taps(ids[0], taps.new_cache())
+    logits, features = taps.forward_with_taps(ids, ids, DynamicCache())
     shield(model)
     shield(model)  # twice is once
     assert [type(m).__name__ for m in model.modules()] == names
@@ -27,7 +28,7 @@ def test_a_shielded_target_is_the_same_target(family, monkeypatch):
     monkeypatch.setattr(nn.Module, "__call__", patched)
     with pytest.raises(NameError):
         nn.Linear(2, 2)(torch.ones(2))
-    again, features_again = taps.forward_with_taps(ids[0], taps.new_cache())
+    again, features_again = taps.forward_with_taps(ids, ids, DynamicCache())
     assert torch.equal(again, logits)
     assert torch.equal(features_again, features)
 

@@ -263,8 +263,9 @@ def test_a_vocabulary_padded_on_one_side_still_pairs(padded):
     vocabulary = target.vocabulary()
     assert target.vocab_size == vocabulary.head.shape[0] == VOCAB
     assert vocabulary.embedding.shape[0] == VOCAB + 32 * (padded == "embedding")
-    logits, features = target.forward_with_taps(torch.tensor([3, 4, 5]), target.new_cache())
-    assert logits.shape == (3, VOCAB)
+    ids, places = torch.tensor([[3, 4, 5]]), torch.arange(3)[None]
+    logits, features = target.forward_with_taps(ids, places, tf.DynamicCache())
+    assert logits.shape == (1, 3, VOCAB)
     assert features is not None
     assert features.shape == (3, 4 * 64)
 
@@ -274,38 +275,6 @@ def test_head_with_bias_is_refused():
     model.lm_head = torch.nn.Linear(64, VOCAB)
     with pytest.raises(UserError, match="lm_head without bias"):
         Target(model).vocabulary()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_cached_forward_with_rollback_equals_the_whole(family):
-    model = tiny_model(family)
-    target = Target(model, tap_ids=(1, 3))
-    ids = packed((23,)).input_ids
-    truth = true_taps(model, packed((23,)))
-    with torch.no_grad():
-        true_logits = model(ids[None], use_cache=False).logits[0]
-    cache = target.new_cache()
-    logits, features = target.forward_with_taps(ids[:9], cache, last_only=True)
-    assert logits.shape == (1, VOCAB)
-    pieces_l, pieces_f = [true_logits[:8], logits], [features]
-    for begin, end in ((9, 12), (12, 13), (13, 23)):
-        wrong = (ids[begin : begin + 5] + 1) % VOCAB  # rejected drafts, taken back
-        target.forward_with_taps(wrong, cache, taps=False)
-        target.rollback(cache, wrong.numel())
-        target.rollback(cache, 0)
-        logits, features = target.forward_with_taps(ids[begin:end], cache)
-        pieces_l.append(logits)
-        pieces_f.append(features)
-    torch.testing.assert_close(torch.cat(pieces_l), true_logits, rtol=2e-4, atol=2e-4)
-    expected = torch.cat([truth[1], truth[3]], -1)
-    torch.testing.assert_close(torch.cat(pieces_f), expected, rtol=2e-4, atol=2e-4)
-
-
-def test_state_that_cannot_be_rolled_back_is_refused():
-    model = tiny_model()
-    model.config.layer_types = ["linear_attention", "full_attention"] * 2
-    with pytest.raises(UserError, match=r"\['linear_attention'\] layers is not supported"):
-        Target(model).new_cache()
 
 
 class TestMaskToken:

@@ -67,6 +67,20 @@ def tiny_model(family: str = "llama", *, seed: int = 0, std: float = 0.2, **chan
     return model.eval()
 
 
+def tiny_hybrid(seed: int = 0):
+    """A random fp32 model of three linear-attention layers and one of full attention."""
+    extra = {"head_dim": 16, "tie_word_embeddings": False, "linear_conv_kernel_dim": 4}
+    extra |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    extra |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    extra["layer_types"] = [*["linear_attention"] * 3, "full_attention"]
+    torch.manual_seed(seed)
+    model = tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**{**COMMON, **extra}))
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in ("norm", "A_log", "dt_bias")):
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
 def tiny_tokenizer(special: tuple[str, ...] = (), chat_template: bool = True):
     """One token per whitespace-separated word: <pad>, <s>, </s>, `special`, then w0, w1, …"""
     from tokenizers import Tokenizer, models, pre_tokenizers
