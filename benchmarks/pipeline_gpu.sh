@@ -1,17 +1,59 @@
 #!/usr/bin/env bash
-# The pipeline on two GPUs: 1:1 over NCCL with a Qwen3-8B-shaped target, 5:3 as eight processes.
-# Usage: OUT=DIR bash benchmarks/pipeline_gpu.sh [options of `python -m dflash_ext.bench.pipeline`]
-# On a CPU: DFLASH_SKIP_BUILD=1 ... --shape tiny --token-budget 512 --steps 40 --device cpu
-set -euo pipefail
+# The pipeline on two GPUs, for a machine with torch and no network.
+# Usage: OUT=DIR bash benchmarks/pipeline_gpu.sh [tests] [one_to_one] [five_to_three]
+#   tests          tests/test_pipeline_gpu.py: NCCL to the bit like one process, more ranks than GPUs
+#   one_to_one     1:1 over NCCL with a Qwen3-8B-shaped target: pace and memory
+#   five_to_three  eight processes over gloo on the GPUs, and on the CPU
+# OPTIONS: of `python -m dflash_ext.bench pipeline`; LIMIT: seconds for each step (default 560: one
+# call of a machine that allows ten minutes), after which it saves what it has. Each step writes a
+# file of its own and every line is in $OUT/pipeline.log as it is printed, so a failure or the limit
+# of one step costs the exit code, not the others' results.
+# On a CPU: DFLASH_SKIP_BUILD=1 OPTIONS='--shape tiny --device cpu --token-budget 512 --steps 40 \
+#   --alone-batches 10' OUT=/tmp bash benchmarks/pipeline_gpu.sh one_to_one five_to_three
+set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks}
+gpus=$(nvidia-smi -L 2> /dev/null | wc -l)
 name=pipeline_cpu
-if command -v nvidia-smi > /dev/null; then
-  name=pipeline_h200x$(nvidia-smi -L | wc -l)
-  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-fi
-if [ -z "${DFLASH_SKIP_BUILD:-}" ]; then
-  DFLASH_SM=${DFLASH_SM:-90} python3 -m pip install --no-build-isolation --no-deps --no-index -e . \
-    > "$out/pipeline_build.log" 2>&1 || { tail -40 "$out/pipeline_build.log"; exit 1; }
-fi
-python3 -m dflash_ext.bench.pipeline --json "$out/$name.json" "$@" 2>&1 | tee "$out/$name.log"
+[ "$gpus" -gt 0 ] && name=pipeline_h200x$gpus
+failed=()
+
+step() { # NAME COMMAND...: run it within the limit, say how long it took, remember a failure
+  local step=$1 begin=$SECONDS code=0
+  shift
+  echo "=== $step"
+  timeout -s INT -k 30 "${LIMIT:-560}" "$@" || code=$?
+  echo "--- $step: exit code $code, $((SECONDS - begin)) s"
+  [ "$code" -eq 0 ] || failed+=("$step")
+}
+
+build() {
+  local log begin=$SECONDS
+  log=$(mktemp)
+  DFLASH_SM=${DFLASH_SM:-90} python3 -m pip install --no-build-isolation --no-deps --no-index \
+    -e . > "$log" 2>&1 || { tail -60 "$log"; exit 1; }
+  echo "--- build: $((SECONDS - begin)) s"
+}
+
+main() {
+  local part
+  [ "$gpus" -gt 0 ] && nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+  [ -n "${DFLASH_SKIP_BUILD:-}" ] || build
+  [ $# -gt 0 ] || set -- tests one_to_one five_to_three
+  for part in "$@"; do
+    case $part in
+      tests) step tests python3 -m pytest -v --durations=0 -m gpu tests/test_pipeline_gpu.py ;;
+      one_to_one | five_to_three)
+        # shellcheck disable=SC2086
+        step "$part" python3 -m dflash_ext.bench pipeline --parts "$part" \
+          --json "$out/${name}_$part.json" ${OPTIONS:-} ;;
+      *) echo "unknown step $part"; failed+=("$part") ;;
+    esac
+  done
+  [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}"; return 1; }
+}
+
+export PYTHONUNBUFFERED=1
+mkdir -p "$out"
+main "$@" 2>&1 | tee -a "$out/pipeline.log"
+exit "${PIPESTATUS[0]}"

@@ -115,7 +115,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, *, keep: int) -> Path:
 
     A kill at any moment leaves the previous checkpoints whole. `folder` belongs to one run, in
     which a position has one state, so an existing checkpoint of the position is kept as it is.
-    Returns the directory.
+    Returns the directory; UserError if it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{snapshot.progress.position}"
@@ -124,13 +124,21 @@ def write_snapshot(folder: Path, snapshot: Snapshot, *, keep: int) -> Path:
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover)  # of a killed write
     temporary = folder / f".tmp-{final.name}"
-    temporary.mkdir(mode=0o700)
-    save_file(snapshot.weights, temporary / "drafter.safetensors")
-    torch.save(snapshot.state, temporary / "optimizer.pt")
-    (temporary / "progress.json").write_text(json.dumps(asdict(snapshot.progress)))
-    for path in temporary.iterdir():
-        _sync(path)
-    _sync(temporary)
+    try:
+        temporary.mkdir(mode=0o700)
+        save_file(snapshot.weights, temporary / "drafter.safetensors")
+        torch.save(snapshot.state, temporary / "optimizer.pt")
+        (temporary / "progress.json").write_text(json.dumps(asdict(snapshot.progress)))
+        for path in temporary.iterdir():
+            _sync(path)
+        _sync(temporary)
+    except Exception as error:  # a full disk is an OSError, a SafetensorError or a RuntimeError
+        shutil.rmtree(temporary, ignore_errors=True)  # its space is wanted
+        last = [path.name for path in checkpoints(folder)[-1:]]
+        raise UserError(
+            f"checkpoint {final} cannot be written: {' '.join(str(error).split())}; "
+            + (f"{last[0]} is whole: make room, then --run.resume auto" if last else "make room")
+        ) from error
     temporary.rename(final)
     _sync(folder)
     for old in checkpoints(folder)[:-keep]:
@@ -171,6 +179,10 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has gone wrong so far, without waiting."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

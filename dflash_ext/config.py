@@ -211,6 +211,8 @@ class RunOptions:
     """Optimizer steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 2
     tensorboard: bool = False
+    export: bool = True
+    """Export and evaluate after the last step; off: end there, as benchmarks and sweeps do."""
 
     def __post_init__(self) -> None:
         _at_least(self, checkpoint_every=1, keep_checkpoints=1)

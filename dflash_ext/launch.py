@@ -9,6 +9,7 @@ afresh.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -41,11 +42,9 @@ from dflash_ext.watch import (
 )
 
 HOST = "127.0.0.1"
-# Everything that takes long to import; not train.py, which each rank runs as its main module.
-_PRELOAD = ["dflash_ext.worker", "dflash_ext.receiver", "dflash_ext.sender", "dflash_ext.uses"]
-_PRELOAD += ["dflash_ext.rates", "dflash_ext.comparison", "transformers.models.auto.modeling_auto"]
-_PRELOAD += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
-_SHUTDOWN_SECONDS = 10  # for ranks whose peer has died: there is nothing left to save
+PRELOAD = ["dflash_ext.warm"]
+_SHUTDOWN_SECONDS = 5.0
+"""For ranks whose peer has failed to say so and end; there is nothing left to save."""
 
 
 def world_size(config: TrainConfig) -> int:
@@ -86,8 +85,7 @@ def start_local(config: TrainConfig, size: int, entry: Entry = run_rank) -> int:
     Why a run failed is printed here, once. `entry` runs in every rank, by default a whole run.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it shorter
-    multiprocessing.set_forkserver_preload(_PRELOAD)
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_SHUTDOWN_SECONDS)
+    multiprocessing.set_forkserver_preload(PRELOAD)
     # Ours, so that it outlives the ranks; the launcher's own store is a tenant of it.
     store = _new_store()
     launch = elastic_launch(
@@ -118,10 +116,16 @@ def start_local(config: TrainConfig, size: int, entry: Entry = run_rank) -> int:
 
     # In a thread: the launcher would answer a signal by killing what this one lets save and end.
     thread = threading.Thread(target=supervise, name="launcher")
+    failed = float("inf")
     with _Signals(store, size):
         thread.start()
         while thread.is_alive():
             thread.join(timeout=0.2)
+            if read_failure(store) or dead_peer(store, range(size)):
+                failed = min(failed, time.monotonic())
+            # torch leaves the others half a minute to heed a SIGTERM: in a collective none can.
+            if time.monotonic() - failed > _SHUTDOWN_SECONDS:
+                _kill_unfinished(store, size)
     return _exit_code(outcome[0], store)
 
 
@@ -166,15 +170,19 @@ class _Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _take(self, _number: int, _frame: FrameType | None) -> None:
-        if not self._store.check(["stop"]):
+        if self._store.check(["stop"]):
+            _kill_unfinished(self._store, self._size)
+        else:
             self._store.set("stop", "1")
-            return
-        for rank in range(self._size):
-            if (beat := read_beat(self._store, rank)) is not None and not beat.finished:
-                try:
-                    os.kill(beat.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+
+
+def _kill_unfinished(store: TCPStore, size: int) -> None:
+    """End all ranks of this machine that have not ended, whatever they are doing."""
+    for rank in range(size):
+        beat = read_beat(store, rank)
+        if beat is not None and not beat.finished and not beat.gone():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat.pid, signal.SIGKILL)
 
 
 def _exit_code(outcome: int | BaseException, store: TCPStore) -> int:

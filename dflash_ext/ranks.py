@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,7 +25,8 @@ from dflash_ext.run import resolve_device
 from dflash_ext.topology import Topology
 from dflash_ext.watch import NoWatch, Watch
 
-# A waiting NCCL kernel occupies its blocks: a few move a feature batch in time and starve nobody.
+# While it moves a feature batch an NCCL kernel keeps multiprocessors from the other side's kernels,
+# which may want all of them at once: a few blocks are fast enough (0.7 GB in some 10 ms).
 _TRANSFER_BLOCKS = 4
 
 
@@ -54,6 +56,23 @@ class Ranks:
     @property
     def target(self) -> int | None:
         return self.topology.target_of(self.rank)
+
+    @property
+    def staged(self) -> bool:
+        """Do features pass through pinned memory, because gloo sends from the host only?"""
+        return self.device.type == "cuda" and not self.nccl
+
+    def helper(self, name: str) -> ThreadPoolExecutor:
+        """A thread beside the main one, for work on this rank's device.
+
+        Without its own word on the device, its first CUDA call would open a context on GPU 0.
+        """
+
+        def bind() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+
+        return ThreadPoolExecutor(1, name, initializer=bind)
 
     @property
     def sum_device(self) -> torch.device:
@@ -142,6 +161,7 @@ def _group(ranks: Sequence[int], nccl: bool, timeout: timedelta, blocks: int | N
         return dist.new_group(list(ranks), backend="gloo", timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    options._timeout = timeout  # torch warns of a difference, though its own argument counts
     if blocks is not None and hasattr(options, "config"):
         options.config.max_ctas = blocks
     return dist.new_group(list(ranks), backend="nccl", timeout=timeout, pg_options=options)
@@ -196,6 +216,10 @@ def make_ranks(
 
 
 def leave_world() -> None:
-    """Leave all groups; whatever is still in flight is given up."""
+    """Leave all groups, when nothing is left to exchange.
+
+    All ranks do so at about the same time: the end of an NCCL communicator may wait for the other
+    side's.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +32,38 @@ class _Arrival:
     handover: Handover
     batch: PackedBatch
     buffer: int
+    place: Tensor
+    """Where it arrives: its rows of the buffer or, staged, of pinned memory."""
+    credit: Tensor
     header: Tensor
     header_work: Any
-    data_work: Any
-    credit: tuple[Tensor, Any]
-    flags: Tensor | None = None
-    """NCCL: `content_flags` in pinned memory, valid once `ready` has happened."""
-    ready: torch.cuda.Event | None = None
+    data_work: Any = None
+    """gloo: waits from the beginning."""
+    fetched: Future[_Fetched] | None = None
+    """NCCL: done once the batch is announced and on its way."""
+    credit_work: Any = None
+
+    def announced(self) -> None:
+        """Return when the header is here."""
+        self.header_work.wait() if self.fetched is None else self.fetched.result()
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """Over NCCL: a batch that is on its way, in the order of a stream."""
+
+    flags: Tensor
+    """`content_flags` in pinned memory, valid once `ready` has happened."""
+    ready: torch.cuda.Event
 
 
 class Receiver:
-    """A drafter's side of every hand-over."""
+    """A drafter's side of every hand-over.
+
+    Over gloo a receive stands ready before its credit is given. An NCCL receive that waits is a
+    kernel that spins, and keeps multiprocessors from the drafter for as long as a capture takes; so
+    a thread for each target waits for the header instead, and then asks for the features.
+    """
 
     def __init__(
         self,
@@ -61,12 +83,13 @@ class Receiver:
         self._buffers = [
             torch.empty(shape, dtype=self._dtype, device=ranks.device) for _ in range(buffers)
         ]
-        self._staged = ranks.device.type == "cuda" and not ranks.nccl
         self._stages = [
-            torch.empty(shape, dtype=self._dtype, pin_memory=True) if self._staged else buffer
+            torch.empty(shape, dtype=self._dtype, pin_memory=True) if ranks.staged else buffer
             for buffer in self._buffers
         ]
         self._side = torch.cuda.Stream(ranks.device) if ranks.nccl else None
+        targets = range(ranks.topology.targets if ranks.nccl else 0)
+        self._fetchers = [ranks.helper(f"from target {target}") for target in targets]
         self._free, self._arrivals = deque(range(buffers)), deque[_Arrival]()
         self._used: dict[str, int] = {}
         self._target_watch, self._transfer_watch = Stopwatch(ranks.device), Stopwatch(ranks.device)
@@ -92,22 +115,29 @@ class Receiver:
         header = torch.empty(self._header_size, dtype=torch.int64)
         header_work = dist.irecv(header, src=source, group=control, tag=HEADER)
         place = self._stages[buffer][: batch.num_tokens]
-        # Over NCCL it begins when the stream has done what was asked so far: the buffer's last use.
-        data_work: Any = dist.irecv(place, src=source, group=data, tag=DATA)
         credit = torch.tensor([handover.batch])
-        credit_work = dist.isend(credit, dst=source, group=control, tag=CREDIT)
-        arrival = _Arrival(
-            handover, batch, buffer, header, header_work, data_work, (credit, credit_work)
-        )
-        if self._side is not None:
-            with torch.cuda.stream(self._side):
-                data_work.wait()
-                arrival.flags = torch.empty(2, dtype=torch.bool, pin_memory=True)
-                flags = _content_flags(place, len(self._config.target_layer_ids))
-                arrival.flags.copy_(flags, non_blocking=True)
-                arrival.ready = torch.cuda.Event()
-                arrival.ready.record()
+        arrival = _Arrival(handover, batch, buffer, place, credit, header, header_work)
+        if not self._ranks.nccl:
+            arrival.data_work = dist.irecv(place, src=source, group=data, tag=DATA)
+        else:
+            free = torch.cuda.Event()
+            free.record()  # when the stream has done what was asked so far: the buffer's last use
+            fetcher = self._fetchers[handover.target]
+            arrival.fetched = fetcher.submit(self._fetch, arrival, source, data, free)
+        arrival.credit_work = dist.isend(credit, dst=source, group=control, tag=CREDIT)
         self._arrivals.append(arrival)
+
+    def _fetch(self, arrival: _Arrival, source: int, data: Any, free: torch.cuda.Event) -> _Fetched:
+        """In a thread, over NCCL: ask for a batch once it is announced, and look at what comes."""
+        arrival.header_work.wait()
+        flags, ready = torch.empty(2, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+        with torch.cuda.stream(self._side):
+            free.wait()
+            dist.irecv(arrival.place, src=source, group=data, tag=DATA).wait()
+            found = _content_flags(arrival.place, len(self._config.target_layer_ids))
+            flags.copy_(found, non_blocking=True)
+            ready.record()
+        return _Fetched(flags, ready)
 
     def take(self, handover: Handover) -> tuple[PackedBatch, FeatureBatch]:
         # Validation may come amid the draws of a training batch, which is needed afterwards.
@@ -122,7 +152,7 @@ class Receiver:
             f"waiting for {handover} of target {target}", batch.sample_ids, patience=2
         )
         asked = self._target_watch.mark()
-        arrival.header_work.wait()
+        arrival.announced()
         announced = self._target_watch.mark()
         self._target_watch.waited(asked, announced)
         try:
@@ -154,19 +184,20 @@ class Receiver:
         )
         features.verify_origin(batch, config.target_layer_ids, config.target_hidden_size)
         place = self._buffers[arrival.buffer][: batch.num_tokens]
-        if arrival.ready is not None and arrival.flags is not None:
-            while not arrival.ready.query():
+        if arrival.fetched is not None:
+            fetched = arrival.fetched.result()
+            while not fetched.ready.query():
                 time.sleep(_POLL_SECONDS)
-            torch.cuda.current_stream().wait_event(arrival.ready)
-            flags = arrival.flags
+            fetched.ready.wait()  # the stream's own word that it may read
+            flags = fetched.flags
         else:
             arrival.data_work.wait()
-            if self._staged:
-                place.copy_(self._stages[arrival.buffer][: batch.num_tokens])
+            if self._ranks.staged:
+                place.copy_(arrival.place)
             flags = _content_flags(place, len(told.tap_ids))
         features = FeatureBatch(place, told.tap_ids, told.sample_ids, told.token_hash, told.rows)
         features.verify_content(batch, flags.tolist())
-        arrival.credit[1].wait()
+        arrival.credit_work.wait()
         return features
 
     def waits(self) -> Waits:
@@ -186,8 +217,9 @@ class Receiver:
                     raise
         for arrival in self._arrivals:
             watch.doing(f"draining {arrival.handover}", patience=2)
-            arrival.header_work.wait()
-            arrival.data_work.wait()
+            arrival.announced()
+            if arrival.data_work is not None:
+                arrival.data_work.wait()
         # A target that had nothing more to do never reads the word, so its end is what counts.
         for target, _ in self._ranks.pairs:
             watch.wait_for(f"ended/{target}", f"waiting for target {target} to end")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -29,19 +29,18 @@ class Sender:
     def __init__(self, ranks: Ranks, target: Target, options: BatchOptions) -> None:
         self._ranks, taps = ranks, len(target.tap_ids)
         self._header_size = Announcement.size(options.max_documents, taps)
-        self._staged = ranks.device.type == "cuda" and not ranks.nccl
         self._buffers = [
             torch.empty(
                 options.token_budget,
                 taps * target.hidden_size,
                 dtype=target.dtype,
-                device="cpu" if self._staged else ranks.device,
-                pin_memory=self._staged,
+                device="cpu" if ranks.staged else ranks.device,
+                pin_memory=ranks.staged,
             )
             for _ in range(_BUFFERS)
         ]
         self._in_flight: list[list[Any]] = [[] for _ in self._buffers]
-        self._announcer = ThreadPoolExecutor(1, "announcer") if ranks.nccl else None
+        self._announcer = ranks.helper("announcer") if ranks.nccl else None
         self._next = 0
         self._stopped: set[int] = set()
         self._watch, self._announced = Stopwatch(ranks.device), time.perf_counter()
@@ -97,6 +96,7 @@ class Sender:
         header = told.encode(self._header_size)
         rank = handover.drafter
         works[:] = [self._announce(header, rank, control)]
+        # Over NCCL after the copy, on a stream of its own; it meets its receive once announced.
         works.append(dist.isend(place, dst=rank, group=data, tag=DATA))
 
     def _announce(self, header: torch.Tensor, rank: int, control: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import resource
 from collections.abc import Sequence
@@ -191,6 +192,17 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
             f"evaluation, before and after: {weights * 4 / 2**20:.0f} MiB more for the target in "
             "fp32"
         )
+
+
+def release(device: torch.device) -> None:
+    """Give the memory of a model that was let go back to the device.
+
+    Whatever refers to itself, as parts of a model may, waits for Python's collector, and freed
+    memory for an allocator that needs it: neither may come before another rank wants the space.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def rehearse(

@@ -80,15 +80,17 @@ def plan_subbatches(lengths: Sequence[int], overhead: int) -> list[list[int]]:
 
     A sub-batch of n documents costs n * (its longest document) + `overhead` tokens. Sorted by
     length an optimal split is contiguous, so dynamic programming over the cut points is exact.
-    The padded total never exceeds sum(lengths) + overhead * len(lengths).
+    The padded total never exceeds sum(lengths) + overhead * len(lengths), and no sub-batch exceeds
+    sum(lengths): so the token budget bounds a forward's memory, padding and all.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     cost = np.zeros(len(order) + 1, dtype=np.int64)
     cut = np.zeros(len(order) + 1, dtype=np.int64)
     longest = np.array([lengths[i] for i in order], dtype=np.int64)
+    most = longest.sum()
     for end in range(1, len(order) + 1):
-        starts = np.arange(end)
-        total = cost[:end] + (end - starts) * longest[:end] + overhead
+        padded = (end - np.arange(end)) * longest[:end]
+        total = np.where(padded <= most, cost[:end] + padded + overhead, np.iinfo(np.int64).max)
         cut[end] = int(total.argmin())
         cost[end] = total[cut[end]]
     plan: list[list[int]] = []
@@ -279,17 +281,20 @@ class Target:
         return self._vocabulary
 
     def _hook(self, tap: int, *, last: bool) -> Callable[..., None]:
+        # Not `self`: the model would hold what holds it, and stay on its device when let go.
+        local, width = self._local, self.hidden_size
+
         def take(_module: nn.Module, _args: Any, output: Any) -> None:
-            capture: _Capture | None = getattr(self._local, "capture", None)
+            capture: _Capture | None = getattr(local, "capture", None)
             if capture is None:  # another use of the model, or another thread
                 return
             hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.dim() != 3 or hidden.shape[-1] != self.hidden_size:
+            if hidden.dim() != 3 or hidden.shape[-1] != width:
                 raise UserError(
-                    f"decoder layer {tap}: expected output [batch, length, {self.hidden_size}], "
+                    f"decoder layer {tap}: expected output [batch, length, {width}], "
                     f"got {tuple(hidden.shape)}; this kind of target is not supported"
                 )
-            rows = hidden.reshape(-1, self.hidden_size)
+            rows = hidden.reshape(-1, width)
             # Selecting copies, so that an in-place operation of a later layer cannot reach it.
             capture.taps[tap] = rows.clone() if capture.rows is None else rows[capture.rows]
             if last and capture.stop:

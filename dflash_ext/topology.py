@@ -179,7 +179,7 @@ def handovers(
     def train(batch: int) -> Handover:
         return Handover("train", batch, batch % N, course.drafter(batch))
 
-    held = [course.held(begin, drafter) for drafter in range(M)]
+    held = [course.held(begin, drafter) for drafter in range(M) if begin < steps]
     yield from (train(batch) for batch in held if batch is not None)
     sent = False
     for step in range(begin, steps):

@@ -35,7 +35,7 @@ from dflash_ext.monitor import Monitor
 from dflash_ext.optim import DrafterOptimizer, StepResult, muon_class
 from dflash_ext.pipeline import Book, InProcess, Source, own_handovers
 from dflash_ext.placement import to_device
-from dflash_ext.ranks import Ranks, started_as_rank
+from dflash_ext.ranks import Ranks, leave_world, started_as_rank
 from dflash_ext.rates import Tally, TargetCost, product_tflops, rates
 from dflash_ext.receiver import Receiver
 from dflash_ext.record import save
@@ -48,6 +48,7 @@ from dflash_ext.startup import (
     fp32_target,
     load_target,
     rehearse,
+    release,
     report_memory,
     whereabouts,
     write_resolved,
@@ -60,6 +61,7 @@ from dflash_ext.watch import INTERRUPTED
 from dflash_ext.worker import as_rank
 
 FOREVER = float("inf")
+REHEARSING = "rehearsing the largest batch"
 
 
 @dataclass(frozen=True)
@@ -136,19 +138,23 @@ def _train(
     longest = int(schedule.lengths.max())
     if side is None:
         sender = Sender(ranks, target, config.batch)
+        watch.doing(REHEARSING, patience=4)
         rehearse(config, longest, target, None, monitor)
         watch.wait_for("begin", "waiting for rank 0 to begin")
         with interruption(), watch.heeding_stop():
             serve(ranks, target, sender, own, book)
+        leave_world()
         return 0
 
     kept = target if shared else None
     del target  # a drafter on a rank of its own keeps the embedding and the head only
+    release(ranks.device)
     source: Source
     if kept is not None:
         source = InProcess(kept, side.trainer.drafter.config, book)
     else:
         source = Receiver(ranks, own, book, side.trainer, buffers=config.topology.buffers)
+    watch.doing(REHEARSING, patience=4)
     rehearse(config, longest, kept, side, monitor)
     uses = Uses(train_set, schedule)
     if checkpoint is not None:
@@ -173,6 +179,7 @@ def _train(
                 comparison.baselines(exact, B, stage.update)
                 comparison.drafter("before", exact, before, stage.update)
             del exact
+            release(ranks.device)
         del before
     ranks.begin_together()
     with interruption() as interrupted, watch.heeding_stop():
@@ -181,7 +188,8 @@ def _train(
         monitor.say(f"interrupted: saved at step {progress.position}; --run.resume auto continues")
         return INTERRUPTED
     trained = side.replicas.whole()
-    if folder is None:
+    leave_world()  # now, with the others, not after an evaluation that only rank 0 does
+    if folder is None or not config.run.export:
         return 0
 
     watch.doing("evaluating after training", patience=FOREVER)
@@ -270,6 +278,8 @@ def loop(
                     if blocks.num_rows:
                         sums += trainer.micro_step(features, batch, blocks)
             position += 1
+            if writer is not None:
+                writer.check()  # hours of training that could not be saved are worth nothing
             ranks.watch.doing(f"step {position}: summing over the drafters", patience=2)
             tally.waits = source.waits()
             tally.stop = float(asked())
@@ -303,6 +313,7 @@ def loop(
                 save(progress)
             if ranks.topology.drafters == 1:  # nobody else to agree with
                 stop = asked()
+        ranks.watch.doing("saving the last step", patience=4)
         save(progress)
         finish_saving(ranks, writer)
     stop = stop and position < job.steps

@@ -49,13 +49,14 @@ class Beat:
     role: str
     pid: int
     host: str
+    """`machine()` of its process."""
     activity: str = "starting"
     finished: bool = False
     count: int = 0
 
     def gone(self) -> bool:
         """Is it a process of this machine that has ended before its rank had finished?"""
-        if self.finished or self.host != os.uname().nodename:
+        if self.finished or self.host != machine():
             return False
         try:
             with open(f"/proc/{self.pid}/stat") as stat:
@@ -65,6 +66,11 @@ class Beat:
 
     def __str__(self) -> str:
         return f"({self.role}, pid {self.pid}), last seen {self.activity}"
+
+
+def machine() -> str:
+    """Where a process id means something: containers may share a host's name, but not its ids."""
+    return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
 
 
 def short_ids(ids: Sequence[int]) -> str:
@@ -141,7 +147,7 @@ class Watch:
             silent_seconds,
         )
         self._end = end
-        self._beat = Beat(roles[rank], os.getpid(), os.uname().nodename)
+        self._beat = Beat(roles[rank], os.getpid(), machine())
         self._since, self._limit = time.monotonic(), float("inf")
         self._seen: dict[int, tuple[int, float]] = {}
         self._wake, self._over = threading.Event(), False
@@ -238,6 +244,10 @@ class Watch:
                     text = f"the store at {self.address} is gone ({error})".splitlines()[0]
                     self._leave(Failure(self.rank, text, FAILED))
                 return
+            except Exception as error:  # whatever it is, a rank that nobody watches must not go on
+                text = f"rank {self.rank}: its watch failed ({type(error).__name__}: {error})"
+                self._leave(Failure(self.rank, text, FAILED))
+                return
 
     def _look_around(self, now: float) -> None:
         if self.store.check(["stop"]):
@@ -277,8 +287,10 @@ class Watch:
 
     def _leave(self, failure: Failure) -> None:
         """End this process: its main thread may be waiting for something that never comes."""
-        announce(failure, self.rank)
-        self._end(failure.code)
+        try:
+            announce(failure, self.rank)
+        finally:  # also where nobody reads what it says
+            self._end(failure.code)
 
 
 class NoWatch:

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from dflash_ext.errors import FeatureError, UserError
 from dflash_ext.launch import root_cause
 from dflash_ext.probe import choose_topology
 from dflash_ext.ranks import Ranks, join_world, leave_world, make_ranks, store_address
-from dflash_ext.watch import FAILED, INTERRUPTED, SILENT_SECONDS, Watch, announce
+from dflash_ext.watch import FAILED, INTERRUPTED, SILENT_SECONDS, Failure, Watch, announce
 
 _GRACE_SECONDS = 3.0
 
@@ -80,14 +81,10 @@ def _end(watch: Watch, rank: int, size: int, error: BaseException) -> None:
         reason = text[0] if text else type(error).__name__
         message = f"{name}, {watch.activity}: {reason}"
         if first is not None:
-            announce(first, rank)
-            _leave(first.code)
+            _leave(first, rank)
         trace = not _is_connection(error)
     failure = watch.fail(message, code)
-    if failure.rank == rank and trace:
-        traceback.print_exception(error)
-    announce(failure, rank)
-    _leave(failure.code)
+    _leave(failure, rank, error if failure.rank == rank and trace else None)
 
 
 def _is_connection(error: BaseException) -> bool:
@@ -96,7 +93,12 @@ def _is_connection(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, OSError)) and any(mark in text for mark in marks)
 
 
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # not through destructors that wait for a peer
+def _leave(failure: Failure, rank: int, error: BaseException | None = None) -> NoReturn:
+    try:
+        if error is not None:
+            traceback.print_exception(error)
+        announce(failure, rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # also where nobody reads them any more
+        os._exit(failure.code)  # not through destructors that wait for a peer

@@ -9,7 +9,7 @@ for split in $splits; do
   run=$folder/${split/:/-to-}
   python -m dflash_ext.train "$recipe" --targets "${split%:*}" --drafters "${split#*:}" \
     --run.dir "$run" --steps "$steps" --epochs None --eval.prompts-per-set 0 --eval.every 0 \
-    --run.checkpoint-every 1000000 "$@" > "$run.log" 2>&1 || { tail -5 "$run.log"; exit 1; }
+    --run.checkpoint-every 1000000 --run.no-export "$@" > "$run.log" 2>&1 || { tail -5 "$run.log"; exit 1; }
   python - "$split" "$run/metrics.jsonl" << 'PY'
 import json, statistics, sys
 records = [json.loads(line) for line in open(sys.argv[2])]

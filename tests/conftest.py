@@ -19,7 +19,7 @@ import torch
 from dflash_ext import launch
 
 # One server forks the workers of all tests: warm with what ranks import, or each would import it.
-multiprocessing.set_forkserver_preload(launch._PRELOAD)
+multiprocessing.set_forkserver_preload(launch.PRELOAD)
 forkserver.ensure_running()
 
 

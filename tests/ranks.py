@@ -6,6 +6,7 @@ eight processes costs seconds. Threads of the test may kill them meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,8 +15,10 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 from dflash_ext.config import (
     RECIPES,
@@ -93,11 +96,11 @@ def start(config: TrainConfig, entry: Entry = run_rank) -> int:
     return start_local(config, world_size(config), entry)
 
 
-def begin(config: TrainConfig) -> int:
+def begin(config: TrainConfig, entry: Entry = run_rank) -> int:
     """The exit code of a run of one process, in this one, or of several ranks."""
     from dflash_ext.train import train
 
-    return start(config) if world_size(config) > 1 else train(config)
+    return start(config, entry) if world_size(config) > 1 else train(config)
 
 
 def command_line(config: TrainConfig) -> list[str]:
@@ -158,6 +161,110 @@ class Killer(threading.Thread):
             return os.getpid()
         table = self.folder / "ranks.json"
         return json.loads(table.read_text())[self.rank]["pid"]
+
+
+class FakeEvent:
+    """Of a device that does at once what it is asked, as the CPU does."""
+
+    def __init__(self, **_keywords) -> None:
+        self.recorded = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def _happened(self) -> bool:
+        assert self.recorded, "an event that nobody recorded"
+        return True
+
+    query = wait = synchronize = _happened
+
+
+def without_pinning() -> None:
+    """Pinned memory needs a GPU: ordinary memory instead."""
+    empty = torch.empty
+    torch.empty = lambda *size, pin_memory=False, **keywords: empty(*size, **keywords)
+
+
+def as_if_nccl(config: TrainConfig) -> int:
+    """A rank that takes every branch it takes over NCCL, with stand-ins for what needs a GPU.
+
+    Data go over gloo groups of their own. The groups must be asked for as torch asks for NCCL's.
+    """
+    from dflash_ext import worker
+
+    join, new_group, irecv = worker.join_world, dist.new_group, dist.irecv
+    data_groups, order = [], []
+
+    def group(ranks, backend, timeout, pg_options=None):
+        if backend == "nccl":
+            assert pg_options.is_high_priority_stream
+            assert pg_options._timeout == timeout
+            order.append((tuple(ranks), pg_options.config.max_ctas))
+        made = new_group(ranks, backend="gloo", timeout=timeout)
+        if backend == "nccl" and len(ranks) == 2 and max(ranks) >= config.topology.drafters:
+            data_groups.append(made)
+        return made
+
+    def receive(tensor, src, group, tag):
+        if group in data_groups:
+            assert "from target" in threading.current_thread().name  # not before it is announced
+        return irecv(tensor, src=src, group=group, tag=tag)
+
+    def options():
+        return SimpleNamespace(config=SimpleNamespace(max_ctas=None), _timeout=None)
+
+    without_pinning()
+    dist.new_group, dist.irecv = group, receive
+    dist.ProcessGroupNCCL = SimpleNamespace(Options=options)
+    worker.join_world = lambda config: (*join(config)[:2], True)
+    torch.cuda.Event, torch.cuda.Stream = FakeEvent, lambda _device: object()
+    torch.cuda.stream = lambda _stream: contextlib.nullcontext()
+    torch.cuda.synchronize = lambda _device: None
+    code = run_rank(config)
+    N, M = config.topology.targets, config.topology.drafters
+    pairs = [((d, M + t), 4) for t in range(N) for d in range(M)]
+    assert order == pairs + [(tuple(range(M)), None)] * (M > 1)
+    return code
+
+
+def as_if_staged(config: TrainConfig) -> int:
+    """A rank whose features pass through host memory, as over gloo from a GPU to a GPU."""
+    from dflash_ext.ranks import Ranks
+
+    without_pinning()
+    Ranks.staged = True
+    return run_rank(config)
+
+
+def deaf(config: TrainConfig) -> int:
+    """Rank 1, the target, dies in its second capture; rank 0 sees nothing and heeds no SIGTERM.
+
+    As a rank whose main thread waits for its device, on a machine too busy for its other thread.
+    """
+    from dflash_ext.target import Target
+    from dflash_ext.trainer import Trainer
+    from dflash_ext.watch import Watch
+
+    count = [0]
+
+    def stuck(self, *_):
+        count[0] += 1
+        if count[0] > 1:  # the first is the rehearsal
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(100)
+        return self.no_sums()
+
+    def last(self, batch, features=Target.features):
+        count[0] += 1
+        if count[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return features(self, batch)
+
+    if os.environ["RANK"] == "0":
+        Watch._look_around, Trainer.micro_step = lambda *_: None, stuck
+    else:
+        Target.features = last
+    return run_rank(config)
 
 
 def hostile(config: TrainConfig) -> int:

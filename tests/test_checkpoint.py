@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 
 import pytest
 import torch
@@ -190,8 +191,30 @@ def test_a_failed_write_surfaces_at_the_next_call(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save_file", full)
         writer.write(take_snapshot(drafter, optimizer, Progress(1)))
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(UserError, match=r"step-1 cannot be written: .* No space left .* make"):
             writer.write(take_snapshot(drafter, optimizer, Progress(2)))
     writer.write(take_snapshot(drafter, optimizer, Progress(3)))
     writer.wait()
     assert os.listdir(tmp_path) == ["step-3"]
+
+
+def test_a_full_disk_is_told_at_the_next_step_and_no_fuller_for_it(tmp_path, monkeypatch):
+    drafter, optimizer = pair()
+    save_checkpoint(tmp_path, drafter, optimizer, Progress(1), keep=2)
+    writer = CheckpointWriter(tmp_path, keep=2)
+
+    def full(_state, path):
+        path.write_bytes(b"half of it")
+        raise RuntimeError("[enforce fail at inline_container.cc] unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    writer.write(take_snapshot(drafter, optimizer, Progress(2)))
+
+    def go_on_training():
+        for _ in range(2000):
+            writer.check()
+            time.sleep(0.01)
+
+    with pytest.raises(UserError, match=r"step-2 cannot .* step-1 is whole: make room, then"):
+        go_on_training()
+    assert os.listdir(tmp_path) == ["step-1"]

@@ -75,12 +75,11 @@ def test_another_number_of_drafters_goes_on_where_the_last_stopped(M, A, D, step
 
 
 @given(
-    st.integers(1, 5), SMALL, SMALL, st.integers(1, 3), st.integers(0, 6), st.integers(0, 3),
+    st.integers(1, 5), SMALL, SMALL, st.integers(1, 3), st.integers(0, 8), st.integers(0, 3),
     st.integers(0, 5), st.booleans(),
 )  # fmt: skip
 def test_both_sides_walk_the_same_list(N, M, A, D, begin, every, held_out, keep):
     topology, course, steps = Topology(N, M, shared=False), Course(M, A, D, 25), 8
-    begin = min(begin, steps)
     everything = list(
         handovers(topology, course, begin, steps, every=every, held_out=held_out, keep=keep)
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import re
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -15,11 +18,13 @@ from dflash_ext.errors import UserError
 from dflash_ext.watch import (
     FAILED,
     INTERRUPTED,
+    Beat,
     Failure,
     NoWatch,
     Watch,
     announce,
     connect,
+    machine,
     read_beat,
     read_failure,
     report_failure,
@@ -130,6 +135,32 @@ def test_a_lost_store_ends_a_rank(capsys, monkeypatch):
     del store
     assert rank.ended.wait(20)
     assert "is gone" in capsys.readouterr().err
+
+
+def test_a_watch_that_fails_ends_its_rank(store, capsys, monkeypatch):
+    """Also where nobody reads what it says: a rank that nobody watches could wait for ever."""
+
+    def closed(*_):
+        raise BrokenPipeError
+
+    with Rank(store, 0) as first:
+        monkeypatch.setattr(first.watch, "_beats", lambda: 1 / 0)
+        monkeypatch.setattr(watch_module, "announce", closed)
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        assert first.ended.wait(5)
+        assert first.code == FAILED
+
+
+def test_a_process_of_another_container_is_not_missed(monkeypatch):
+    """Machines may share a name; their process ids mean something else."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    here = Beat("target 0", gone.pid, machine())
+    assert here.gone()
+    assert not dataclasses.replace(here, finished=True).gone()
+    monkeypatch.setattr(os, "readlink", lambda _: "pid:[another]")
+    assert os.uname().nodename in machine()
+    assert not here.gone()
 
 
 def test_a_request_to_stop_is_heeded_or_ends_the_process(store):
