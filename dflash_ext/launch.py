@@ -13,6 +13,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -42,6 +43,9 @@ from dflash_ext.watch import (
 )
 
 HOST = "127.0.0.1"
+# What a launcher tells a rank. Ours may itself run where another one (torchrun, a cluster's) has
+# said so: the ranks must not take that for their own.
+_RANK_VARIABLE = re.compile(r"((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|MASTER_|TORCHELASTIC_|ROLE_")
 PRELOAD = ["dflash_ext.warm"]
 _SHUTDOWN_SECONDS = 5.0
 """For ranks whose peer has failed to say so and end; there is nothing left to save."""
@@ -105,7 +109,8 @@ def start_local(config: TrainConfig, size: int, entry: Entry = run_rank) -> int:
         _child,
     )
     environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # nothing leaves it
-    environment |= os.environ | {LAUNCHED: "1"}
+    environment |= {k: v for k, v in os.environ.items() if not _RANK_VARIABLE.match(k)}
+    environment[LAUNCHED] = "1"
     outcome: list[int | BaseException] = []
 
     def supervise() -> None:

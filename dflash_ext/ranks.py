@@ -116,6 +116,15 @@ class Ranks:
         else:
             self.watch.wait_for("begin", "waiting for rank 0 to begin")
 
+    def leave(self) -> None:
+        """Leave all groups, now that nothing is left to exchange.
+
+        All ranks do so at about the same time, rank 0 before work that is its alone: the end of an
+        NCCL communicator may wait for the other side's.
+        """
+        self.watch.doing("leaving the others", patience=float("inf"))
+        leave_world()
+
     @property
     def first(self) -> bool:
         """Rank 0: keeps the run folder, speaks to the user, evaluates and exports."""
@@ -216,10 +225,6 @@ def make_ranks(
 
 
 def leave_world() -> None:
-    """Leave all groups, when nothing is left to exchange.
-
-    All ranks do so at about the same time: the end of an NCCL communicator may wait for the other
-    side's.
-    """
+    """Leave all groups, if this process is in any."""
     if dist.is_initialized():
         dist.destroy_process_group()

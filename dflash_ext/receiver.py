@@ -133,7 +133,8 @@ class Receiver:
         flags, ready = torch.empty(2, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
         with torch.cuda.stream(self._side):
             free.wait()
-            dist.irecv(arrival.place, src=source, group=data, tag=DATA).wait()
+            work: Any = dist.irecv(arrival.place, src=source, group=data, tag=DATA)
+            work.wait()  # the stream's, not this thread's
             found = _content_flags(arrival.place, len(self._config.target_layer_ids))
             flags.copy_(found, non_blocking=True)
             ready.record()

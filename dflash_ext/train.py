@@ -35,7 +35,7 @@ from dflash_ext.monitor import Monitor
 from dflash_ext.optim import DrafterOptimizer, StepResult, muon_class
 from dflash_ext.pipeline import Book, InProcess, Source, own_handovers
 from dflash_ext.placement import to_device
-from dflash_ext.ranks import Ranks, leave_world, started_as_rank
+from dflash_ext.ranks import Ranks, started_as_rank
 from dflash_ext.rates import Tally, TargetCost, product_tflops, rates
 from dflash_ext.receiver import Receiver
 from dflash_ext.record import save
@@ -143,7 +143,7 @@ def _train(
         watch.wait_for("begin", "waiting for rank 0 to begin")
         with interruption(), watch.heeding_stop():
             serve(ranks, target, sender, own, book)
-        leave_world()
+        ranks.leave()
         return 0
 
     kept = target if shared else None
@@ -188,7 +188,7 @@ def _train(
         monitor.say(f"interrupted: saved at step {progress.position}; --run.resume auto continues")
         return INTERRUPTED
     trained = side.replicas.whole()
-    leave_world()  # now, with the others, not after an evaluation that only rank 0 does
+    ranks.leave()
     if folder is None or not config.run.export:
         return 0
 

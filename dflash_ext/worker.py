@@ -51,9 +51,11 @@ def as_rank(config: TrainConfig, train: Callable[[TrainConfig, Ranks], int]) -> 
 
 def _set_environment() -> None:
     """What must be said before the first use of a device, unless the user has said otherwise."""
-    # Batches of all sizes then share memory that stays as it is.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    # A receive that waits for its target must not stand in one queue with the drafter's kernels.
+    # Batches of all sizes then share memory that stays as it is. torch's name for it has changed.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not any(name in os.environ for name in names):
+        os.environ |= dict.fromkeys(names, "expandable_segments:True")
+    # A batch on its way must not stand in one queue with the kernels of the batch before it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Ranks of one machine share its cores.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

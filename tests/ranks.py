@@ -14,6 +14,7 @@ import random
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,7 @@ from dflash_ext.config import (
 )
 from dflash_ext.data.store import StoreWriter
 from dflash_ext.launch import Entry, run_rank, start_local, world_size
+from dflash_ext.topology import Topology
 
 STEPS = 12
 
@@ -265,6 +267,46 @@ def deaf(config: TrainConfig) -> int:
     else:
         Target.features = last
     return run_rank(config)
+
+
+def two_drafters(config: TrainConfig) -> int:
+    """Both ranks are drafters with a batch each: their sums are those of one that has both."""
+    from dflash_ext import ranks, worker
+    from dflash_ext.blocks import draw_anchors
+    from dflash_ext.checkpoint import host_copy
+    from dflash_ext.data.store import TokenStore
+    from dflash_ext.startup import build_side, load_target
+
+    worker._set_environment()
+    rank, device, nccl = ranks.join_world(config)
+    group = ranks._group(range(2), nccl, timedelta(seconds=60))
+    target = load_target(config, config.target.path, device)
+    store = TokenStore.open(config.data.train)
+    batches = [store.batch([0, 1, 2]), store.batch([3, 4])]
+
+    def add_gradients(side, batch):
+        anchors = draw_anchors(batch, anchors_per_sequence=4, seed=0, epoch=0)
+        blocks = side.trainer.blocks(batch, anchors)
+        return side.trainer.micro_step(target.features(batch), batch, blocks)
+
+    one = build_side(config, ranks.Ranks(device=device), target)
+    expected = sum(add_gradients(one, batch) for batch in batches)
+    both = ranks.Ranks(Topology(1, 2, shared=False), rank, device, nccl=nccl, drafter_group=group)
+    side = build_side(config, both, target)
+    with side.replicas.step():
+        sums = add_gradients(side, batches[rank])
+    sums = side.replicas.reduce(sums)
+    torch.testing.assert_close(sums, expected)
+    for (name, a), b in zip(
+        side.trainer.drafter.named_parameters(), one.trainer.drafter.parameters()
+    ):
+        a, b = host_copy(a.grad), host_copy(b.grad)
+        assert (a - b).norm() <= 1e-5 * b.norm(), name
+    result, _ = side.optimizer.step(sums)
+    assert result.applied
+    assert side.replicas.whole().fc.weight.isfinite().all()
+    ranks.leave_world()
+    return 0
 
 
 def hostile(config: TrainConfig) -> int:

@@ -340,7 +340,10 @@ def test_drafters_decide_together_about_steps_that_are_not_finite(
     assert (counters["steps"], counters["skipped_nonfinite"]) == (2, 3)
 
 
-def test_auto_times_both_sides_and_splits_the_ranks(world, tmp_path):
+def test_auto_times_both_sides_and_splits_the_ranks(world, tmp_path, monkeypatch):
+    """And where a cluster has made this process a rank of its own: that is not theirs."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     folder = tmp_path / "run"
     config = run_config(world, folder, topology={"targets": "auto", "devices": 3}, steps=3)
     assert start(config) == 0
