@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from dflash_ext.drafter_rules import FULL, SLIDING, broken_rules
 from dflash_ext.errors import UserError
 from dflash_ext.layers import (
     Linear,
@@ -26,12 +27,8 @@ from dflash_ext.layers import (
     swiglu_linear_add,
 )
 from dflash_ext.ops import AttentionLayout, build_layout, dflash_attention
-from dflash_ext.ops.attention import HEAD_DIMS
-from dflash_ext.ops.layout import BLOCK_SIZES
 from dflash_ext.ops.rotary import RopeTables, head_norm_rope, rope_tables
 from dflash_ext.shield import shield
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,8 @@ class DrafterConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     """Tapped decoder layers of the target; id i is the OUTPUT of layer i, before any final norm."""
-    num_target_layers: int
+    num_target_layers: int | None
+    """None: a drafter of others that does not say."""
     target_hidden_size: int
     sliding_window: int | None = None
     attention_bias: bool = False
@@ -61,55 +59,8 @@ class DrafterConfig:
     """Override of in-block causality for every layer; None: sliding causal, full not."""
 
     def __post_init__(self) -> None:
-        sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size")
-        for name in (*sizes, "vocab_size", "max_position_embeddings", "num_target_layers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"drafter {name} {getattr(self, name)} must be at least 1")
-        if self.head_dim not in HEAD_DIMS:
-            raise UserError(f"drafter head_dim {self.head_dim} is not supported: use {HEAD_DIMS}")
-        if self.block_size not in BLOCK_SIZES:
-            raise UserError(f"block_size {self.block_size} is not supported: use {BLOCK_SIZES}")
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"drafter num_heads {self.num_heads} must be a multiple of "
-                f"num_kv_heads {self.num_kv_heads}"
-            )
-        if self.hidden_size != self.target_hidden_size:
-            raise UserError(
-                f"drafter hidden_size {self.hidden_size} must equal the target's "
-                f"{self.target_hidden_size}: embedding and lm_head are the target's own"
-            )
-        if not (self.rms_norm_eps > 0 and self.rope_theta > 0):
-            raise UserError(
-                f"rms_norm_eps {self.rms_norm_eps} and rope_theta {self.rope_theta} must be above 0"
-            )
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise UserError(
-                f"mask_token_id {self.mask_token_id} is outside the vocabulary 0.."
-                f"{self.vocab_size - 1}: choose a row of the target's embedding"
-            )
-        self._check_layers()
-
-    def _check_layers(self) -> None:
-        if len(self.layer_types) != self.num_layers:
-            raise UserError(
-                f"expected {self.num_layers} layer_types (num_layers), got {len(self.layer_types)}"
-            )
-        if unknown := set(self.layer_types) - {FULL, SLIDING}:
-            raise UserError(f"layer_types {sorted(unknown)} are unknown: use {FULL} or {SLIDING}")
-        if SLIDING in self.layer_types and (self.sliding_window or 0) < 1:
-            raise UserError(
-                f"{SLIDING} layers need sliding_window of at least 1, got {self.sliding_window}"
-            )
-        ids = self.target_layer_ids
-        if not ids or len(set(ids)) != len(ids):
-            raise UserError(f"target_layer_ids {list(ids)} must be one or more distinct layers")
-        for i in ids:
-            if not 0 <= i < self.num_target_layers:
-                raise UserError(
-                    f"target_layer_ids has {i}, expected ids 0..{self.num_target_layers - 1} "
-                    f"of the target's {self.num_target_layers} decoder layers"
-                )
+        if wrong := broken_rules(vars(self)):
+            raise UserError("; ".join(wrong))
 
     @property
     def feature_width(self) -> int:

@@ -14,22 +14,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
+
+from dflash_ext.stored import StoredTensors
+
+
+def decoder_config(content: dict[str, Any]) -> dict[str, Any]:
+    """What the forward below needs, from a config.json of either layout."""
+    inner = content.get("transformer_layer_config")
+    decoder = dict(content if inner is None else inner)
+    decoder.setdefault("rope_theta", (decoder.get("rope_parameters") or {}).get("rope_theta"))
+    decoder.setdefault("is_causal", (content.get("dflash_config") or {}).get("causal"))
+    if inner is not None and decoder["is_causal"] is None and content["sliding_window_non_causal"]:
+        decoder["is_causal"] = False  # their full layers are not causal anyway
+    return decoder
 
 
 class StoredDrafter:
-    """The drafter that `config.json` and `model.safetensors` of a directory describe."""
+    """The drafter that `config.json` and the safetensors of a directory describe."""
 
     def __init__(self, directory: str | Path) -> None:
         folder = Path(directory)
-        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        self._file = safe_open(str(folder / "model.safetensors"), framework="pt")
-        self.names = set(self._file.keys())
+        self.config = decoder_config(json.loads((folder / "config.json").read_text()))
+        """The decoder's part of config.json, `rope_theta` and `is_causal` resolved."""
+        self._tensors = StoredTensors(folder)
+        self.names = self._tensors.names
 
     def stored(self, name: str) -> Tensor:
         """A tensor exactly as stored."""
-        return self._file.get_tensor(name)
+        return self._tensors.get(name)
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         y = x @ self.stored(f"{name}.weight").to(x.dtype).T

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dflash_ext.config import DrafterOptions, TargetOptions, is_export
-from dflash_ext.drafter import FULL, SLIDING, Drafter, DrafterConfig
+from dflash_ext.drafter import Drafter, DrafterConfig
+from dflash_ext.drafter_rules import FULL, SLIDING
 from dflash_ext.errors import UserError
-from dflash_ext.export import check_pairing, load_export
+from dflash_ext.export import check_own_vocabulary, check_pairing, load_export, read_export
 from dflash_ext.target import Target, decoder_layers
 
 DEFAULT_LAYERS, DEFAULT_BLOCK_SIZE = 2, 8
@@ -82,7 +84,7 @@ def export_taps(options: DrafterOptions) -> tuple[int, ...] | None:
     """Taps of the export that `init` names, or None for the other kinds of init."""
     if not is_export(options.init):
         return None
-    return load_export(Path(options.init)).config.target_layer_ids
+    return read_export(Path(options.init)).target_layer_ids
 
 
 def build_drafter(
@@ -95,7 +97,10 @@ def build_drafter(
     if is_export(options.init):
         drafter = load_export(Path(options.init))
         check_pairing(drafter.config, target)
+        check_own_vocabulary(options.init, target)
         _check_export(options, target_options, drafter.config)
+        # A drafter of others may not say; from here on it does.
+        drafter.config = replace(drafter.config, num_target_layers=target.num_layers)
         return drafter.to(target.device)
     drafter = Drafter(drafter_config(options, target, target_options.mask_token_id))
     if options.init == "target":

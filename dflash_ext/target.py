@@ -141,7 +141,7 @@ def _no_progress_bars() -> Iterator[None]:
             their_logging.enable_progress_bar()
 
 
-def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
+def load_tokenizer(name: str, trust_remote_code: bool) -> Any:
     """The tokenizer beside a model, or None if there is none."""
     import transformers
 
@@ -230,7 +230,7 @@ class Target:
             raise UserError(f"target {name!r} cannot be loaded as a causal LM: {reason}") from error
         return cls(
             model.to(device),  # type: ignore[arg-type]  # transformers' own annotation
-            _load_tokenizer(name, trust_remote_code),
+            load_tokenizer(name, trust_remote_code),
             tap_ids=tap_ids,
             path=name,
         )

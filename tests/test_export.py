@@ -243,7 +243,7 @@ def test_a_forward_that_differs_is_noticed(target, tmp_path, fault, monkeypatch)
         )
     if fault == "nan":
         monkeypatch.setattr(Drafter, "encode_context", lambda self, f: f[:, :64] * math.nan)
-    with pytest.raises(UserError, match="an independent forward differs by"):
+    with pytest.raises(UserError, match="an independent forward differ by"):
         save_export(drafter, folder)
     after = (folder / "config.json").read_bytes(), (folder / "model.safetensors").read_bytes()
     assert after == before
