@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from dflash_ext.blocks import resolve_gamma
+from dflash_ext.drafter_rules import expand_layer_types
 from dflash_ext.errors import UserError
 from dflash_ext.ops.layout import BLOCK_SIZES
 
@@ -80,8 +81,8 @@ def is_export(init: str) -> bool:
 class DrafterOptions:
     """Shape of the drafter; none: the export's that `init` names, else the target's own value."""
 
-    init: str = "target"
-    """"target" (its last layers), "random", or the directory of an exported drafter."""
+    init: Annotated[str, tyro.conf.arg(aliases=["--init-from"])] = "target"
+    """"target" (its last layers), "random", or a drafter's directory, of z-lab or speculators."""
     num_layers: int | None = None
     """None, and no export: 2."""
     block_size: int | None = None
@@ -92,14 +93,17 @@ class DrafterOptions:
     intermediate_size: int | None = None
     rope_theta: float | None = None
     sliding_window: int | None = None
-    """Window of sliding layers; with it and no layer_types, all layers but the last slide."""
+    """Of sliding layers, 2048 if layer_types has any; alone, all layers but the last slide."""
     layer_types: tuple[str, ...] | None = None
+    """One a layer, full or sliding, or with a count: `--drafter.layer-types 4*sliding full`."""
     is_causal: bool | None = None
     """Override of in-block causality for every layer."""
 
     def __post_init__(self) -> None:
         _at_least(self, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1)
         _at_least(self, intermediate_size=1, sliding_window=1)
+        if self.layer_types is not None:
+            object.__setattr__(self, "layer_types", expand_layer_types(self.layer_types))
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise UserError(f"block_size {self.block_size} is not supported: use {BLOCK_SIZES}")
 

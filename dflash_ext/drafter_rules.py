@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dflash_ext.errors import UserError
 from dflash_ext.ops.attention import HEAD_DIMS
 from dflash_ext.ops.layout import BLOCK_SIZES
 
@@ -98,6 +99,21 @@ RULES: tuple[Callable[..., Problems], ...] = (
     *(_head_dim, _block_size, _heads, _width, _positive, _mask),
     *(_layer_count, _layer_kinds, _window, _taps, _tap_range),
 )
+
+
+def expand_layer_types(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Full names, one a layer, of words like `4*sliding`, `full` or the full names themselves."""
+    names: list[str] = []
+    for word in words:
+        count, star, kind = word.rpartition("*")
+        name = {"full": FULL, "sliding": SLIDING}.get(kind, kind)
+        if name not in (FULL, SLIDING) or (star and not (count.isdecimal() and int(count))):
+            raise UserError(
+                f"layer_types has {word!r}: expected full or sliding, with a count where it "
+                "repeats, as in 4*sliding full"
+            )
+        names += [name] * (int(count) if star else 1)
+    return tuple(names)
 
 
 def broken_rules(values: Mapping[str, Any]) -> list[str]:

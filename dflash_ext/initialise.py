@@ -16,7 +16,7 @@ from dflash_ext.errors import UserError
 from dflash_ext.export import check_own_vocabulary, check_pairing, load_export, read_export
 from dflash_ext.target import Target, decoder_layers
 
-DEFAULT_LAYERS, DEFAULT_BLOCK_SIZE = 2, 8
+DEFAULT_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_WINDOW = 2, 8, 2048
 
 
 def drafter_config(
@@ -41,17 +41,13 @@ def drafter_config(
             raise UserError(f"the target's config has no {names[0]}: {remedy}")
         return found[0] if option is None else option
 
-    num_layers = options.num_layers or DEFAULT_LAYERS
+    layer_types, window = _layer_types(options)
     heads = own("num_heads", "num_attention_heads")
     default_head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    layer_types = options.layer_types
-    if layer_types is None:
-        sliding = num_layers - 1 if options.sliding_window else 0
-        layer_types = (SLIDING,) * sliding + (FULL,) * (num_layers - sliding)
     return DrafterConfig(
         hidden_size=target.hidden_size,
         target_hidden_size=target.hidden_size,
-        num_layers=num_layers,
+        num_layers=len(layer_types),
         num_heads=heads,
         num_kv_heads=own("num_kv_heads", "num_key_value_heads", "num_attention_heads"),
         head_dim=options.head_dim or default_head_dim,
@@ -61,13 +57,35 @@ def drafter_config(
         rope_theta=float(options.rope_theta or _rope_theta(text)),
         max_position_embeddings=own("max_position_embeddings", "max_position_embeddings"),
         layer_types=layer_types,
-        sliding_window=options.sliding_window if SLIDING in layer_types else None,
+        sliding_window=window,
         is_causal=options.is_causal,
         block_size=options.block_size or DEFAULT_BLOCK_SIZE,
         mask_token_id=target.mask_token_id(mask_token_id),
         target_layer_ids=target.tap_ids,
         num_target_layers=target.num_layers,
     )
+
+
+def _layer_types(options: DrafterOptions) -> tuple[tuple[str, ...], int | None]:
+    """(type of each layer, window or None) of the options; the last layer is a full one if open."""
+    window, kinds = options.sliding_window, options.layer_types
+    num_layers = options.num_layers or (len(kinds) if kinds else DEFAULT_LAYERS)
+    if kinds is None:
+        sliding = num_layers - 1 if window else 0
+        kinds = (SLIDING,) * sliding + (FULL,) * (num_layers - sliding)
+    if len(kinds) != num_layers:
+        raise UserError(
+            f"layer_types has {len(kinds)} layers, num_layers is {num_layers}: add "
+            f"--drafter.num-layers {len(kinds)}"
+        )
+    if SLIDING in kinds:
+        return kinds, window or DEFAULT_WINDOW
+    if window is not None:
+        raise UserError(
+            f"sliding_window {window}: no layer would slide ({num_layers} full); give more layers "
+            "or --drafter.layer-types sliding"
+        )
+    return kinds, None
 
 
 def _rope_theta(text: Any) -> float:
