@@ -36,11 +36,14 @@ def block_visibility(config, layer_type, doc_of_ctx, pos_of_ctx, block_doc, bloc
     mask = torch.zeros(N * B, T + N * B, dtype=torch.bool)
     for i in range(N):
         for k in range(B):
-            for j in range(T):
-                seen = doc_of_ctx[j] == block_doc[i] and pos_of_ctx[j] < block_anchor[i]
-                if sliding:
-                    seen &= block_anchor[i] + k - pos_of_ctx[j] <= config["sliding_window"] - 1
-                mask[i * B + k, j] = bool(seen)
+            reach = config["sliding_window"] - 1 if sliding else math.inf
+            mask[i * B + k, :T] = torch.tensor(
+                [
+                    doc == block_doc[i] and pos < block_anchor[i] <= pos + reach - k
+                    for doc, pos in zip(doc_of_ctx, pos_of_ctx)
+                ],
+                dtype=torch.bool,
+            )
             for m in range(B):
                 mask[i * B + k, T + i * B + m] = m <= k or not causal
     return mask
