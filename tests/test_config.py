@@ -102,7 +102,7 @@ def test_an_export_s_shape_wins_over_the_recipe_s_but_not_over_the_user_s(recipe
     monkeypatch.setattr(train_module, "train", lambda config: seen.append(config.drafter) or 0)
     main([recipe])
     main([recipe, "--drafter.init", "some/export"])
-    main([recipe, "--drafter.init", "some/export", "--drafter.num-layers", "3"])
+    main([recipe, "--init-from", "some/export", "--drafter.num-layers", "3"])
     assert [d.num_layers for d in seen] == [RECIPES[recipe]().drafter.num_layers, None, 3]
     assert [d.block_size for d in seen] == [RECIPES[recipe]().drafter.block_size, None, None]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,8 +56,14 @@ def trained(target: Target, **changes) -> Drafter:
     return drafter
 
 
-def test_the_files_are_what_serving_engines_read(target, tmp_path):
-    folder = save_export(trained(target), tmp_path / "e", target=target)
+@pytest.fixture(scope="module")
+def saved(target, tmp_path_factory) -> Path:
+    torch.set_num_threads(1)
+    return save_export(trained(target), tmp_path_factory.mktemp("saved") / "e", target=target)
+
+
+def test_the_files_are_what_serving_engines_read(saved):
+    folder = saved
     tensors = load_file(str(folder / "model.safetensors"))
     leaves = ["input_layernorm", "post_attention_layernorm"]
     leaves += [
@@ -175,11 +183,10 @@ def test_round_trip_and_logits_of_three_readings(target, tmp_path, shape, layout
     assert error.max() < 5e-4  # far from it: the fp32 angles of RoPE
 
 
-def test_greedy_block_of_the_trainer_equals_an_independent_decode(target, tmp_path):
+def test_greedy_block_of_the_trainer_equals_an_independent_decode(target, saved):
     """Requirement 7: slot k predicts position a+k, in the trainer and in the exported files."""
+    reloaded, stored = load_export(saved), StoredDrafter(saved)
     drafter = trained(target)
-    folder = save_export(drafter, tmp_path / "e")
-    reloaded, stored = load_export(folder), StoredDrafter(folder)
     text = list(range(3, 23))
     batch = PackedBatch.from_documents([(torch.tensor(text), torch.ones(len(text)))], [0])
     features = target.features(batch).features
@@ -205,9 +212,8 @@ def test_greedy_block_of_the_trainer_equals_an_independent_decode(target, tmp_pa
         ),
     ],
 )
-def test_a_wrong_export_is_noticed(target, tmp_path, break_it, match, monkeypatch):
-    drafter = trained(target)
-    folder = save_export(drafter, tmp_path / "e")
+def test_a_wrong_export_is_noticed(target, saved, tmp_path, break_it, match, monkeypatch):
+    drafter, folder = trained(target), Path(shutil.copytree(saved, tmp_path / "e"))
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(str(folder / "model.safetensors"))
     break_it(config, tensors)
@@ -236,10 +242,9 @@ def rounded(drafter: Drafter) -> Drafter:
         "nan",
     ],
 )
-def test_a_forward_that_differs_is_noticed(target, tmp_path, fault, monkeypatch):
+def test_a_forward_that_differs_is_noticed(target, saved, tmp_path, fault, monkeypatch):
     """Faults in the trainer's own forward: the export must fail, and leave the old one whole."""
-    drafter = trained(target)
-    folder = save_export(drafter, tmp_path / "e")
+    drafter, folder = trained(target), Path(shutil.copytree(saved, tmp_path / "e"))
     before = (folder / "config.json").read_bytes(), (folder / "model.safetensors").read_bytes()
     real = Drafter.layouts
 

@@ -125,3 +125,27 @@ def test_init_from_an_export(tmp_path):
     other = Target(tiny_model("llama", head_dim=64), tap_ids=(0, 1, 2))
     with pytest.raises(UserError, match="expected 2 taps × 64, got 3"):
         build_drafter(options, TargetOptions(), other)
+
+
+def test_layer_types_of_the_options():
+    target, full, sliding = target_of(), "full_attention", "sliding_attention"
+
+    def shape(**options):
+        config = drafter_config(DrafterOptions(**options), target, MASK)
+        return config.layer_types, config.sliding_window
+
+    assert shape(layer_types=("4*sliding", "full")) == ((sliding,) * 4 + (full,), 2048)
+    assert shape(layer_types=(sliding, "full"), sliding_window=9) == ((sliding, full), 9)
+    assert shape(num_layers=5, sliding_window=2048) == ((sliding,) * 4 + (full,), 2048)
+    assert shape(layer_types=("3*full",)) == ((full,) * 3, None)
+    for options, message in (
+        ({"layer_types": ("2*sliding", "full"), "num_layers": 5}, "add --drafter.num-layers 3"),
+        ({"num_layers": 1, "sliding_window": 9}, "no layer would slide"),
+        ({"layer_types": ("2*full",), "sliding_window": 9}, "no layer would slide"),
+        ({"layer_types": ("slide",)}, "expected full or sliding"),
+        ({"layer_types": ("0*full",)}, "expected full or sliding"),
+        ({"layer_types": ("*full",)}, "expected full or sliding"),
+        ({"layer_types": ("-1*full",)}, "expected full or sliding"),
+    ):
+        with pytest.raises(UserError, match=message):
+            shape(**options)
