@@ -95,7 +95,7 @@ class DrafterOptions:
     sliding_window: int | None = None
     """Of sliding layers, 2048 if layer_types has any; alone, all layers but the last slide."""
     layer_types: tuple[str, ...] | None = None
-    """One a layer, full or sliding, or with a count: `--drafter.layer-types 4*sliding full`."""
+    """One a layer, full or sliding, or with a count: `--drafter.layer-types 4xsliding full`."""
     is_causal: bool | None = None
     """Override of in-block causality for every layer."""
 

@@ -102,17 +102,17 @@ RULES: tuple[Callable[..., Problems], ...] = (
 
 
 def expand_layer_types(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Full names, one a layer, of words like `4*sliding`, `full` or the full names themselves."""
+    """Full names, one a layer, of words like `4xsliding`, `full` or the full names themselves."""
     names: list[str] = []
     for word in words:
-        count, star, kind = word.rpartition("*")
+        count, times, kind = word.rpartition("x")
         name = {"full": FULL, "sliding": SLIDING}.get(kind, kind)
-        if name not in (FULL, SLIDING) or (star and not (count.isdecimal() and int(count))):
+        if name not in (FULL, SLIDING) or (times and not (count.isdecimal() and int(count))):
             raise UserError(
                 f"layer_types has {word!r}: expected full or sliding, with a count where it "
-                "repeats, as in 4*sliding full"
+                "repeats, as in 4xsliding full"
             )
-        names += [name] * (int(count) if star else 1)
+        names += [name] * (int(count) if times else 1)
     return tuple(names)
 
 

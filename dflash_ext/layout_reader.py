@@ -95,8 +95,8 @@ class Fields:
         """A problem if the value is there and none of the supported ones."""
         value = self.content.get(key)
         if value is not None and value not in supported:
-            expected = " or ".join(map(repr, supported)) or "none"
-            self.problems.append(f"{self._path}{key} {value!r} is not supported, only {expected}")
+            only = f", only {' or '.join(map(repr, supported))}" if supported else ""
+            self.problems.append(f"{self._path}{key} {value!r} is not supported{only}")
 
 
 def read_layout(content: dict[str, Any]) -> Reading:

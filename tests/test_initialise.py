@@ -134,18 +134,18 @@ def test_layer_types_of_the_options():
         config = drafter_config(DrafterOptions(**options), target, MASK)
         return config.layer_types, config.sliding_window
 
-    assert shape(layer_types=("4*sliding", "full")) == ((sliding,) * 4 + (full,), 2048)
+    assert shape(layer_types=("4xsliding", "full")) == ((sliding,) * 4 + (full,), 2048)
     assert shape(layer_types=(sliding, "full"), sliding_window=9) == ((sliding, full), 9)
     assert shape(num_layers=5, sliding_window=2048) == ((sliding,) * 4 + (full,), 2048)
-    assert shape(layer_types=("3*full",)) == ((full,) * 3, None)
+    assert shape(layer_types=("3xfull",)) == ((full,) * 3, None)
     for options, message in (
-        ({"layer_types": ("2*sliding", "full"), "num_layers": 5}, "add --drafter.num-layers 3"),
+        ({"layer_types": ("2xsliding", "full"), "num_layers": 5}, "add --drafter.num-layers 3"),
         ({"num_layers": 1, "sliding_window": 9}, "no layer would slide"),
-        ({"layer_types": ("2*full",), "sliding_window": 9}, "no layer would slide"),
+        ({"layer_types": ("2xfull",), "sliding_window": 9}, "no layer would slide"),
         ({"layer_types": ("slide",)}, "expected full or sliding"),
-        ({"layer_types": ("0*full",)}, "expected full or sliding"),
-        ({"layer_types": ("*full",)}, "expected full or sliding"),
-        ({"layer_types": ("-1*full",)}, "expected full or sliding"),
+        ({"layer_types": ("0xfull",)}, "expected full or sliding"),
+        ({"layer_types": ("xfull",)}, "expected full or sliding"),
+        ({"layer_types": ("-1xfull",)}, "expected full or sliding"),
     ):
         with pytest.raises(UserError, match=message):
             shape(**options)

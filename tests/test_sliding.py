@@ -87,7 +87,7 @@ def test_a_run_with_a_sliding_drafter_trains_exports_converts_and_decodes(world,
         every=0,
     )
     run = tmp_path / "run"
-    shape = DrafterOptions(layer_types=("2*sliding", "full"), sliding_window=WINDOW, block_size=B)
+    shape = DrafterOptions(layer_types=("2xsliding", "full"), sliding_window=WINDOW, block_size=B)
     assert train(config_of(world, run, drafter=shape, eval=options, steps=6)) == 0
     config = json.loads((run / "export" / "config.json").read_text())
     assert config["layer_types"] == ["sliding_attention"] * 2 + ["full_attention"]
