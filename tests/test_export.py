@@ -170,7 +170,7 @@ def test_round_trip_and_logits_of_three_readings(target, tmp_path, shape, layout
     torch.testing.assert_close(shipped @ head.T.double(), truth, rtol=1e-9, atol=1e-8)
     with torch.no_grad():
         ours = reloaded(
-            blocks.flatten(0, 1),
+            torch.cat([blocks[:, 0], blocks[0, 1:2]]),  # anchors' tokens, the mask token
             reloaded.encode_context(features),
             torch.tensor([a + k for a in anchors for k in range(B)]),
             torch.arange(T),
