@@ -13,6 +13,7 @@ from tiny_targets import VOCAB, one_thread, tiny_model  # noqa: F401
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.config import DrafterOptions, EvalOptions, TrainConfig
+from dflash_ext.drafting import Drafting
 from dflash_ext.export import load_export, main, save_export
 from dflash_ext.export_check import StoredDrafter
 from dflash_ext.target import Target
@@ -75,13 +76,14 @@ def test_training_export_and_generation_give_the_same_logits(tmp_path, kinds):
     stored.config = narrow
 
     for document, text in enumerate(texts):
-        _, taps = target.forward_with_taps(text, target.new_cache())
-        cache = drafter.new_cache(64, device="cpu", dtype=torch.float32)
+        taps = features.features[[i for i, of in enumerate(documents) if of == document]]
+        drafting = Drafting(drafter, 1, len(text), device="cpu", dtype=torch.float32)
         for n, (of, place) in enumerate(places):
             if of == document:
-                drafter.extend_cache(cache, taps[cache.length : place])
-                got = drafter.draft(cache, embeds[n]) @ head.T
-                assert (got - truth[n]).abs().max() < 5e-5 * largest, (document, place)
+                new = torch.arange(drafting.lengths[0], place)
+                drafting.extend(taps[new], torch.zeros_like(new), new, [len(new)])
+                got = drafting.draft(embeds[n, :2]) @ head.T
+                assert (got - truth[n]).abs().max() < 5e-6 * largest, (document, place)
 
 
 def test_a_run_with_a_sliding_drafter_trains_exports_converts_and_decodes(world, tmp_path, capsys):  # noqa: F811
