@@ -128,15 +128,16 @@ def slot_embeddings(inputs: Inputs, embedding: Tensor) -> Tensor:
     return F.embedding(ids.flatten(), embedding)
 
 
-def mixes(layouts: dict[str, AttentionLayout], rows: int, device: str) -> dict[str, Mix]:
-    """Attention of each layer type: compiled flex on CUDA, SDPA with the dense mask on the CPU."""
+def mixes(layouts: dict[str, AttentionLayout], rows: int, *, compiled: bool) -> dict[str, Mix]:
+    """Attention of each layer type over `rows` = N*B queries: compiled flex_attention (CUDA), or
+    SDPA with the dense mask."""
     return {
-        kind: (_flex if device == "cuda" else _dense)(layout, rows, kind)
+        kind: _flex(layout, rows, kind) if compiled else _dense(layout)
         for kind, layout in layouts.items()
     }
 
 
-def _dense(layout: AttentionLayout, rows: int, kind: str) -> Mix:
+def _dense(layout: AttentionLayout) -> Mix:
     mask = visible_pairs(layout)
 
     def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from dflash_ext.bench.step_problem import (
     DRAFTERS,
     Case,
     cases,
-    dtype_of,
     random_batch,
     random_trainer,
 )
@@ -116,20 +115,23 @@ def peak_of(device: str, run: Callable[[], object]) -> float | None:
 
 
 class Baseline:
-    """The composition with the trainer's weights, on the same batch."""
+    """The composition with the trainer's weights, on the same batch, in the dtype of its features.
 
-    def __init__(self, trainer: Trainer, inputs: Inputs, device: str) -> None:
-        config = trainer.drafter.config
-        with torch.device(device):
+    compiled: with compiled flex_attention; otherwise with SDPA and the dense mask.
+    """
+
+    def __init__(self, trainer: Trainer, inputs: Inputs, *, compiled: bool) -> None:
+        config, features = trainer.drafter.config, inputs.features
+        with features.device:
             self.model = Composition(config)
         self.model.load_state_dict(trainer.drafter.state_dict())
-        self.model.to(dtype_of(device))
-        self.inputs, self.head = inputs, trainer.head
-        self.embeds = slot_embeddings(inputs, trainer.embedding)
+        self.model.to(features.dtype)
+        self.inputs, self.head = inputs, trainer.head.to(features.dtype)
+        self.embeds = slot_embeddings(inputs, trainer.embedding.to(features.dtype))
         blocks = inputs.blocks
         drafter = trainer.drafter
-        layouts = drafter.layouts(blocks.ctx_start, blocks.ctx_end, inputs.features.shape[0])
-        self.mixes = mixes(layouts, self.embeds.shape[0], device)
+        layouts = drafter.layouts(blocks.ctx_start, blocks.ctx_end, features.shape[0])
+        self.mixes = mixes(layouts, self.embeds.shape[0], compiled=compiled)
 
     def loss(self) -> Tensor:
         return numerator(self.model, self.inputs, self.embeds, self.head, self.mixes)
@@ -191,7 +193,8 @@ def _baseline(
     """The composition's run, checked against ours; nothing where it does not fit the device."""
     features, batch, blocks = problem
     try:
-        other = Baseline(trainer, trainer.inputs(features, batch, blocks), device)
+        inputs = trainer.inputs(features, batch, blocks)
+        other = Baseline(trainer, inputs, compiled=device == "cuda")
         ours = float(_numerator(trainer, problem))
         theirs = float(other.loss().detach())
         row["baseline_peak_gib"] = peak_of(device, other.step)

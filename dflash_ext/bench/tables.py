@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_ext.bench.shapes import LAYOUT_MS, TARGETS, WINDOW_OVERHEAD, reached
+from dflash_ext.bench.shapes import LAYOUT_MS, STEP_LIMITS, TARGETS, WINDOW_OVERHEAD, reached
 from dflash_ext.errors import UserError
 
 BEGIN = "<!-- numbers: written by `python -m dflash_ext.bench tables`, do not edit -->"
@@ -106,6 +106,22 @@ TRAINING = [
 ]
 
 
+STEP = [
+    ("drafter", "drafter", "{}"),
+    ("batch", "case", "{}"),
+    ("forward", "forward_ms", "{:.1f}"),
+    ("loss", "loss_ms", "{:.1f}"),
+    ("backward", "backward_ms", "{:.1f}"),
+    ("all three, ms", "step", "{}"),
+    ("optimizer", "optimizer_ms", "{:.1f}"),
+    ("MFU", "mfu", "{:.2f}"),
+    ("product TFLOP/s", "product_tflops", "{:.3g}"),
+    ("× composition", "over_baseline", "{:.2f}"),
+    ("peak GiB", "peak", "{}"),
+    ("composition's", "baseline_peak_gib", "{:.1f}"),
+]
+
+
 def markdown(columns: Columns, rows: Rows) -> str:
     """A Markdown table; what was not measured is a dash."""
     lines = [
@@ -192,6 +208,36 @@ def cpu_table(rows: Rows) -> str:
     return markdown(ATTENTION_CPU, rows)
 
 
+def step_table(result: Row) -> str:
+    """A row per batch; what must be reached stands beside what was."""
+    rows = []
+    for row in result["rows"]:
+        limits = STEP_LIMITS.get((row["drafter"], row["case"]), {})
+        shown = {key: value for key, value in row.items() if value is not None}
+        for name, key, form in (("step", "step_ms", "{:.1f}"), ("peak", "peak_gib", "{:.1f}")):
+            if key not in shown:
+                continue
+            text = form.format(shown[key])
+            if name in limits:
+                target = limits[name]
+                goal = "" if target.goal is None else f" → {target.goal:g}"
+                text += f" ({target.floor:g}{goal}: {reached(shown[key], target, smaller=True)})"
+            shown[name] = text
+        rows.append(shown)
+    text = markdown(STEP, rows)
+    for walk in result["walks"]:
+        text += f"\n\n{walk['steps']} steps of random lengths and anchor counts"
+        if "reserved_growth" in walk:
+            text += f": reserved memory grows by {walk['reserved_growth']:.1%}"
+        if "first_over_seen" in walk:
+            text += (
+                f"; a never-seen shape takes {walk['first_over_seen']:.2f} × the same one seen "
+                f"again (median; worst {walk['worst_first_over_seen']:.2f} ×)"
+            )
+        text += "."
+    return text
+
+
 def readme_attention(result: Row) -> str:
     text = attention_table(result["shapes"])
     return f"{text} {first_call_line(result['first_calls'])}" if result["first_calls"] else text
@@ -232,6 +278,8 @@ README: Sections = [
         "Quickstart on the CPU: accepted length",
         lambda r: markdown(QUICKSTART, r["rows"]),
     ),
+    ("step_h200.json", "Drafter step on the H200", step_table),
+    ("step_cpu.json", "Drafter step on the CPU, a small drafter", step_table),
     ("data_cpu.json", "Data on two cores", lambda r: markdown(DATA, r["rows"])),
     (
         "quickstart_h200.json",
