@@ -8,6 +8,7 @@ split (requirement 11).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,35 @@ class StepResult:
     """Of the matrices."""
 
 
+def divisor(stats: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """What the gradients are divided by, and 1.0 where the step must not happen; fp32 scalars.
+
+    stats: fp32, first the norm of the gradients of the loss numerator, then numerator and weight.
+    The mean's gradient g / weight has the norm n / weight; clipped to `clip` (0: not) it is
+    g / max(weight, n / clip).
+    """
+    norm, weight = stats[0], stats[2]
+    good = stats[:3].isfinite().all() & (weight != 0)
+    scale = torch.maximum(weight, norm / clip) if clip else weight
+    return torch.where(good, scale, 1.0), 1.0 - good.float()
+
+
+def on_its_way(values: Tensor) -> Callable[[], list[float]]:
+    """Starts a copy to the host; call the result for the values, waiting for the copy alone."""
+    if values.device.type != "cuda":
+        return values.tolist
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(values.device))
+
+    def told() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return told
+
+
 class DrafterOptimizer:
     """Muon or AdamW over the drafter's fp32 masters, with the schedule and the skip rules."""
 
@@ -145,7 +175,11 @@ class DrafterOptimizer:
             )
         else:
             groups.append({"params": matrices, "lr": lr, "weight_decay": options.weight_decay})
-        self.optimizers.append(torch.optim.AdamW(groups, betas=options.betas, eps=1e-8))
+        fused = torch.optim.AdamW(groups, betas=options.betas, eps=1e-8, fused=True)
+        self.optimizers.append(fused)
+        # The fused kernel takes the divisor of the gradients, and whether to do anything at all,
+        # from the device. Muon has no such thing, and sharded parameters take no plain tensors.
+        self._undecided: Any = fused if options.name == "adamw" and shard_group is None else None
         for group in self._groups():
             group["peak_lr"] = group["lr"]
 
@@ -185,26 +219,31 @@ class DrafterOptimizer:
         gradients = [local(p.grad) for p in self.parameters.values() if p.grad is not None]
         if not gradients:
             return self._skip_zero_weight(), sums.tolist()
-        host = torch.cat([self._norm(gradients)[None], sums]).tolist()
-        numerator_norm, values = host[0], host[1:]
+        factor = lr_factor(self.steps, self.total_steps, self.options)
+        for group in self._groups():
+            group["lr"] = group["peak_lr"] * factor
+        stats = torch.cat([self._norm(gradients)[None], sums])
+        told = on_its_way(stats)
+        if self._undecided is not None:
+            # Before the host has read: the device works while the host decides what comes next.
+            self._undecided.grad_scale, bad = divisor(stats, self.options.clip)
+            self._undecided.found_inf = bad
+            self._undecided.step()
+        numerator_norm, *values = told()
         numerator, weight = values[:2]
         if weight == 0:
             return self._skip_zero_weight(), values
         if not all(map(math.isfinite, (numerator_norm, numerator, weight))):
             return self._skip_nonfinite(numerator), values
-        norm = numerator_norm / weight
-        clip = self.options.clip
-        shrink = clip / norm if clip and norm > clip else 1.0
-        torch._foreach_mul_(gradients, shrink / weight)
-        factor = lr_factor(self.steps, self.total_steps, self.options)
-        for group in self._groups():
-            group["lr"] = group["peak_lr"] * factor
-        for optimizer in self.optimizers:
-            optimizer.step()
+        if self._undecided is None:
+            scale, _ = divisor(torch.tensor([numerator_norm, numerator, weight]), self.options.clip)
+            torch._foreach_div_(gradients, float(scale))
+            for optimizer in self.optimizers:
+                optimizer.step()
         self.zero_grad()
         self.steps += 1
         self.consecutive_nonfinite = 0
-        return StepResult(True, "", norm, self.peak_lr * factor), values
+        return StepResult(True, "", numerator_norm / weight, self.peak_lr * factor), values
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """fp32 scalar: norm of all gradients; of sharded ones over all drafters' parts."""

@@ -84,3 +84,25 @@ def test_every_optimizer_s_step_reaches_the_next_forward():
         before = trainer.micro_step(*problem)
         optimizer.step(before)
         assert float(trainer.micro_step(*problem)[0]) < float(before[0])
+
+
+def test_an_optimizer_step_waits_for_nothing_but_its_numbers():
+    """The update is queued before the host has read; a bad step still changes nothing."""
+    trainer = random_trainer(SMALL, "cuda", blocks_at_once=64)
+    problem = random_batch(trainer, (300, 150), 40)
+    optimizer = DrafterOptimizer(trainer.drafter, OptimOptions(name="adamw", lr=0.01), 10)
+    optimizer.step(trainer.micro_step(*problem))
+    before = [p.detach().clone() for p in trainer.drafter.parameters()]
+    sums = trainer.micro_step(*problem)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result, _ = optimizer.step(sums)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert result.applied
+    after = [p.detach().clone() for p in trainer.drafter.parameters()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after))
+    sums = trainer.micro_step(*problem)
+    trainer.drafter.fc.weight.grad[0, 0] = float("nan")
+    assert optimizer.step(sums)[0].reason == "non-finite gradient of fc.weight"
+    assert all(torch.equal(a, b) for a, b in zip(after, trainer.drafter.parameters()))
