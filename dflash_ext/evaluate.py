@@ -1,7 +1,8 @@
 """`python -m dflash_ext.evaluate RUN_OR_EXPORT --target … --prompts …`: accepted lengths, measured.
 
-Every prompt is decoded three times: by the target alone, with the drafter, and with prompt lookup,
-the baseline that needs no training. The three outputs are compared token by token.
+Every prompt is decoded by the target alone, with prompt lookup (the baseline that needs no
+training), and with the drafter, by chains and by trees of several sizes. All outputs are compared
+token by token.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,46 +21,28 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from dflash_ext.acceptance import MethodReport
+from dflash_ext.comparison import (
+    Comparison,
+    DecodeOptions,
+    Progressed,
+    encode_prompt,
+    short_names,
+    tree_name,
+)
 from dflash_ext.data.prompts import load_prompts
 from dflash_ext.data.registry import smollm2_dir
-from dflash_ext.data.rows import SkipRow
-from dflash_ext.data.templates import render
-from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError, run_cli
+from dflash_ext.evaluation_picture import draw_evaluation
 from dflash_ext.export import CONFIG, WEIGHTS, load_export
-from dflash_ext.generate import Generation, plain_decode, prompt_lookup_decode, speculative_decode
+from dflash_ext.metrics import TREE_BUDGETS
+from dflash_ext.reader import require_trees, takes_trees
 from dflash_ext.record import save
 from dflash_ext.run import resolve_device
+from dflash_ext.sampling import Sampling
 from dflash_ext.target import Target
 
-Progressed = Callable[[int, int], None]
-"""Called with (decodings done, decodings in all)."""
-
-
-@dataclass(frozen=True)
-class MethodReport:
-    """One way of decoding one prompt set."""
-
-    prompts: int
-    tokens: int
-    """Generated in all."""
-    seconds: float
-    """Wall clock, reading the prompts included."""
-    steps: int = 0
-    """Forwards of the target after the one that read the prompt."""
-    accept_len: float = 1.0
-    """Mean tokens a step yields (1..B)."""
-    full_block_rate: float = 0.0
-    """Share of steps that yielded B tokens."""
-    slot_acceptance: list[float | None] = dataclasses.field(default_factory=list)
-    """For slots 1..B-1: share of drafts accepted among steps in which all slots before it were;
-    None where no step came so far."""
-    identical_to_greedy: int | None = None
-    """Prompts whose tokens equal plain greedy decoding's; None if not compared."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+RESOLVED = "resolved.json"
 
 
 @dataclass(frozen=True)
@@ -67,130 +50,58 @@ class SetReport:
     """One prompt set: the drafter beside its baselines."""
 
     name: str
-    drafter: MethodReport
-    greedy: MethodReport
-    lookup: MethodReport
+    methods: dict[str, MethodReport]
+    """"plain", "lookup", "chain", then "tree@N" from small to large."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, `tokens_per_second` included."""
-        methods = {"drafter": self.drafter, "greedy": self.greedy, "lookup": self.lookup}
-        return {"name": self.name} | {
-            name: dataclasses.asdict(report) | {"tokens_per_second": report.tokens_per_second}
-            for name, report in methods.items()
-        }
-
-
-def summarise(
-    generations: Sequence[Generation],
-    block_size: int,
-    reference: Sequence[Generation] | None = None,
-) -> MethodReport:
-    """Counts over generations; `reference` is plain greedy decoding of the same prompts."""
-    reached, passed = [0] * block_size, [0] * block_size  # entry k: slot k, entry 0 unused
-    lengths: list[int] = []
-    for generation in generations:
-        for i, length in enumerate(generation.accepted):
-            lengths.append(length)
-            for slot in range(1, length):
-                reached[slot] += 1
-                passed[slot] += 1
-            # A step cut short by a stop token says nothing about the slots after it.
-            cut = generation.stopped and i == len(generation.accepted) - 1
-            if length < block_size and not cut:
-                reached[length] += 1
-    identical = None
-    if reference is not None:
-        identical = sum(a.tokens == b.tokens for a, b in zip(generations, reference, strict=True))
-    steps = len(lengths)
-    return MethodReport(
-        prompts=len(generations),
-        tokens=sum(len(g.tokens) for g in generations),
-        seconds=sum(g.seconds for g in generations),
-        steps=steps,
-        accept_len=sum(lengths) / steps if steps else 1.0,
-        full_block_rate=lengths.count(block_size) / steps if steps else 0.0,
-        slot_acceptance=[p / r if r else None for p, r in zip(passed[1:], reached[1:])],
-        identical_to_greedy=identical,
-    )
-
-
-def encode_prompt(target: Target, messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Ids of a conversation through the target's chat template, ready for its answer.
-
-    UserError if the target has no template, or its template refuses the conversation.
-    """
-    tokenizer = target.tokenizer
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"tokenizer of {target.path!r} has no chat template: use an instruction-tuned target"
-        )
-    try:
-        text = render(tokenizer, list(messages), generation=True)
-    except SkipRow as error:
-        raise UserError(
-            f"prompt {messages[-1]['content'][:60]!r} of roles "
-            f"{', '.join(m['role'] for m in messages)}: {error} (target {target.path!r})"
-        ) from None
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def evaluate_prompts(
-    target: Target,
-    drafter: Drafter,
-    prompts: Sequence[list[int]],
-    *,
-    max_new_tokens: int,
-    name: str,
-    progress: Progressed,
-) -> SetReport:
-    """Decode a prompt set (`encode_prompt` of each) in all three ways and count what was accepted.
-
-    Prompt lookup proposes as many tokens a step as the drafter.
-    """
-    stop, block_size = target.stop_ids, drafter.config.block_size
-    done = 0
-
-    def run(decode_one: Callable[[list[int]], Generation]) -> list[Generation]:
-        nonlocal done
-        generations = []
-        for ids in prompts:
-            generations.append(decode_one(ids))
-            done += 1
-            progress(done, 3 * len(prompts))
-        return generations
-
-    greedy = run(lambda ids: plain_decode(target, ids, max_new_tokens, stop))
-    ours = run(lambda ids: speculative_decode(target, drafter, ids, max_new_tokens, stop))
-    lookup = run(
-        lambda ids: prompt_lookup_decode(target, ids, max_new_tokens, stop, block_size=block_size)
-    )
-    return SetReport(
-        name=name,
-        drafter=summarise(ours, block_size, greedy),
-        greedy=summarise(greedy, 1),
-        lookup=summarise(lookup, block_size, greedy),
-    )
+        return {"name": self.name} | {name: m.to_json() for name, m in self.methods.items()}
 
 
 def results_table(reports: Sequence[SetReport]) -> Table:
-    """The reports as a table for the terminal."""
+    """Accepted lengths and speeds for the terminal, a row per set."""
     table = Table(title="Tokens per step and per second", box=SIMPLE_HEAD)
     table.add_column("prompts", no_wrap=True)
-    for column in ("accepted", "full\nblocks", "prompt\nlookup", "equals\ngreedy"):
+    methods = list(reports[0].methods) if reports else []
+    guided = [name for name in methods if name != "plain"]
+    for name in guided:
+        table.add_column(name.replace("@", "\n@"), justify="right")
+    for column in ("full\nblocks", "calibration\nchain, trees", "equals\nplain"):
         table.add_column(column, justify="right")
-    for method in ("", "\nlookup", "\ngreedy"):
-        table.add_column(f"tok/s{method}", justify="right")
-
-    for r in reports:
+    for name in methods:
+        table.add_column(f"tok/s\n{name}", justify="right")
+    for report in reports:
+        found = report.methods
         table.add_row(
-            r.name,
-            f"{r.drafter.accept_len:.2f}",
-            f"{r.drafter.full_block_rate:.1%}",
-            f"{r.lookup.accept_len:.2f}",
-            f"{r.drafter.identical_to_greedy}/{r.drafter.prompts}",
-            *(f"{m.tokens_per_second:.1f}" for m in (r.drafter, r.lookup, r.greedy)),
+            report.name,
+            *(f"{found[name].accept_len:.2f}" for name in guided),
+            f"{found['chain'].full_block_rate:.1%}",
+            " ".join(share(m.calibration) for n, m in found.items() if n not in ("plain", "lookup")),
+            f"{min(found[name].identical or 0 for name in guided)}/{found['chain'].prompts}",
+            *(f"{m.tokens_per_second:.1f}" for m in found.values()),
         )
     return table
+
+
+def slots_table(reports: Sequence[SetReport]) -> Table:
+    """The chain's slots, two rows per set: accepted where reached, and recall@2 everywhere."""
+    slots = len(reports[0].methods["chain"].slot_acceptance) if reports else 0
+    table = Table(title="Slots: accepted where reached, text among the likeliest", box=SIMPLE_HEAD)
+    table.add_column("prompts", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for slot in range(1, slots + 1):
+        table.add_column(str(slot), justify="right")
+    for report in reports:
+        chain = report.methods["chain"]
+        table.add_row(report.name, "accepted", *map(share, chain.slot_acceptance))
+        for k in (1, 4, 16):
+            if k in chain.recall:
+                table.add_row("", f"recall@{k}", *map(share, chain.recall[k]))
+    return table
+
+
+def share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def find_export(run_or_export: Path) -> Path:
@@ -206,8 +117,9 @@ def find_export(run_or_export: Path) -> Path:
 
 def trained_target(export: Path) -> str:
     """The target by the `resolved.json` of the run an export lies in; else the quickstart's."""
-    resolved = export.absolute().parent / "resolved.json"
-    if not resolved.is_file():
+    above = export.absolute().parent, export.absolute().parents[1]  # the best one lies deeper
+    resolved = next((f / RESOLVED for f in above if (f / RESOLVED).is_file()), None)
+    if resolved is None:
         return str(smollm2_dir())
     try:
         return str(json.loads(resolved.read_text())["target"])
@@ -224,35 +136,62 @@ def check_writable(file: Path) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """Measure a drafter's accepted length on prompt sets, beside greedy and prompt lookup."""
+    """Measure a drafter's accepted length on prompt sets, beside the target alone and a baseline."""
 
     run_or_export: Annotated[Path, tyro.conf.Positional]
-    """A training run's folder, or an exported drafter."""
+    """A training run's folder (or its best/), or an exported drafter."""
     target: str | None = None
     """Directory or hub id of the target; none: the one the run was trained for, of a bare export
     the quickstart's SmolLM2-135M-Instruct."""
     prompts: tuple[str, ...] = ("humaneval", "gsm8k", "mtbench")
     """Prompt sets: names, or files (.jsonl with messages or prompt, .txt one a line)."""
+    trees: tuple[int, ...] | None = None
+    """Guesses of the trees (DDTree) to decode with; none: 16, 64 and 256 on a GPU, 16 on the CPU,
+    no trees where the target cannot verify them."""
     max_new_tokens: int = 128
     limit: int | None = 10
     """Prompts of each set, evenly spread over it."""
+    batch: int = 1
+    """Prompts decoded side by side. Text and accepted lengths do not depend on it, speeds do."""
+    temperature: float = 0.0
+    """0: greedy. Otherwise the text is plain sampling's with the same seed."""
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of the target. In fp32 all outputs are identical; in bf16 rounding may change some."""
     device: str = "auto"
     """auto: the first CUDA device if there is one, else the CPU."""
     json: Path | None = None
     """Also write the results to this file."""
+    png: Path | None = None
+    """Also draw them into this picture."""
     trust_remote_code: bool = False
     """Let the target's repository run its own code on this machine."""
 
 
+def trees_of(options: Options, target: Target) -> list[int]:
+    """Sizes of the trees to decode with. UserError if the target cannot verify those asked for."""
+    if options.trees:
+        require_trees(target)
+    if options.trees is not None:
+        return sorted(set(options.trees))
+    if not takes_trees(target):
+        return []
+    return list(TREE_BUDGETS) if target.device.type == "cuda" else [min(TREE_BUDGETS)]
+
+
 def evaluate(options: Options, console: Console) -> list[SetReport]:
-    """What the command does: load, decode, print the table, write the JSON."""
+    """What the command does: load, decode, print the tables, write JSON and picture."""
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens {options.max_new_tokens}: expected at least 1")
+    if options.batch < 1 or any(tree < 1 for tree in options.trees or ()):
+        raise UserError(f"batch {options.batch}, trees {options.trees}: expected at least 1")
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     device = resolve_device(options.device)
-    if options.json is not None:
-        check_writable(options.json)
+    for file in (options.json, options.png):
+        if file is not None:
+            check_writable(file)
     folder = find_export(options.run_or_export)
     drafter = load_export(folder)
     messages = {name: load_prompts(name, options.limit) for name in options.prompts}
@@ -264,36 +203,44 @@ def evaluate(options: Options, console: Console) -> list[SetReport]:
         tap_ids=drafter.config.target_layer_ids,
         trust_remote_code=options.trust_remote_code,
     )
-    sets = {name: [encode_prompt(target, m) for m in found] for name, found in messages.items()}
     drafter.to(target.device)
-    reports = []
+    decoding = DecodeOptions(options.max_new_tokens, options.batch, sampling)
+    prompts = {name: [encode_prompt(target, m) for m in found] for name, found in messages.items()}
+    comparison, B = Comparison(prompts, decoding), drafter.config.block_size
+    trees = trees_of(options, target)
+    methods = ["plain", "lookup", "chain", *map(tree_name, trees)]
     with Progress(console=console, transient=True) as bar:
-        for name, prompts in sets.items():
+
+        def shown(name: str) -> Progressed:
             task = bar.add_task(name, total=None)
-            reports.append(
-                evaluate_prompts(
-                    target,
-                    drafter,
-                    prompts,
-                    max_new_tokens=options.max_new_tokens,
-                    name=Path(name).name,  # a file without its folders
-                    progress=lambda n, total, task=task: bar.update(  # type: ignore[misc]
-                        task, completed=n, total=total
-                    ),
-                )
-            )
+            return lambda done, total: bar.update(task, completed=done, total=total)
+
+        comparison.baselines(target, B, shown("plain, lookup"))
+        comparison.drafter("chain", target, drafter, shown("chain"), record=True)
+        for tree in trees:
+            name = tree_name(tree)
+            comparison.drafter(name, target, drafter, shown(name), tree=tree)
+    reports = [
+        SetReport(short, {m: comparison.report(m, name, B) for m in methods})
+        for name, short in short_names(options.prompts).items()
+    ]
     console.print(results_table(reports))
+    console.print(slots_table(reports))
+    result = {
+        "benchmark": "evaluate",
+        "export": str(folder),
+        "target": path,
+        "device": str(target.device),
+        "dtype": options.dtype,
+        "block_size": B,
+        "decoding": dataclasses.asdict(decoding),
+        "methods": methods,
+        "sets": [report.to_json() for report in reports],
+    }
     if options.json is not None:
-        content = {
-            "export": str(folder),
-            "target": path,
-            "device": str(target.device),
-            "dtype": options.dtype,
-            "block_size": drafter.config.block_size,
-            "max_new_tokens": options.max_new_tokens,
-            "sets": [report.to_json() for report in reports],
-        }
-        save(options.json, content)
+        save(options.json, result)
+    if options.png is not None:
+        draw_evaluation(result, options.png)
     return reports
 
 

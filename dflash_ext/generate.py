@@ -21,7 +21,7 @@ from torch import Tensor
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError
 from dflash_ext.proposers import DrafterProposer, Nobody, PromptLookup, Proposal, Proposer
-from dflash_ext.reader import Reader, open_reader, upload
+from dflash_ext.reader import Reader, open_reader, require_trees, upload
 from dflash_ext.sampling import GREEDY, Sampling, draw
 from dflash_ext.target import Target
 from dflash_ext.tree import depths, walk
@@ -103,11 +103,8 @@ class _Decoding:
         rows = min(batch, len(prompts))
         longest = max(map(len, prompts)) + max_new_tokens + proposer.block_size
         self.reader: Reader = open_reader(target, rows, longest + proposer.width + 1)
-        if proposer.needs_trees and not self.reader.takes_trees:
-            raise UserError(
-                f"target {target.path!r} has {sorted(target.layer_types)} layers, whose state "
-                "follows one text only: it can verify chains, not trees"
-            )
+        if proposer.needs_trees:
+            require_trees(target)
         proposer.open(rows, longest)
         found = [self.admit(row) for row in range(rows)]
         self.active = [sequence for sequence in found if sequence is not None]

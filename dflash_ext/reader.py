@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.errors import UserError
+from dflash_ext.placement import to_device
 from dflash_ext.target import Target
 from dflash_ext.tree import ancestors, depths, is_chain
 
@@ -41,7 +42,6 @@ class Kept:
 class Reader(Protocol):
     """R sequences and what the target remembers of them."""
 
-    takes_trees: bool
     lengths: list[int]
     """Tokens that each sequence keeps."""
 
@@ -63,17 +63,30 @@ class Reader(Protocol):
         """Go on with these rows only."""
 
 
+def takes_trees(target: Target) -> bool:
+    """Can the target verify trees, or chains only?"""
+    return target.layer_types <= ATTENTION_LAYER_TYPES
+
+
+def require_trees(target: Target) -> None:
+    """UserError unless `takes_trees`."""
+    if not takes_trees(target):
+        raise UserError(
+            f"target {target.path!r} has {sorted(target.layer_types)} layers, whose state follows "
+            "one text only: it can verify chains, not trees"
+        )
+
+
 def open_reader(target: Target, rows: int, capacity: int) -> Reader:
     """The reader that fits a target. capacity: columns, a longest sequence and a largest tree."""
-    if target.layer_types <= ATTENTION_LAYER_TYPES:
+    if takes_trees(target):
         return AttentionReader(target, rows, capacity)
     return StateReader(target, rows)
 
 
-def upload(values: Any, device: torch.device) -> Tensor:
-    """A host array on the device; the host does not wait for the copy."""
-    tensor = torch.as_tensor(np.asarray(values))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+def upload(values: Any, device: torch.device | str) -> Tensor:
+    """A host array on the device."""
+    return to_device(torch.as_tensor(np.asarray(values)), device)
 
 
 def _kept(paths: Sequence[Sequence[int]], lengths: Sequence[int], device: torch.device) -> Kept:
@@ -152,8 +165,6 @@ def _columns_class() -> type[Any]:
 
 class AttentionReader:
     """For targets of full and sliding attention: all sequences in one forward, trees too."""
-
-    takes_trees = True
 
     def __init__(self, target: Target, rows: int, capacity: int) -> None:
         from transformers import Cache
@@ -251,8 +262,6 @@ class StateReader:
     The state is copied before a chain is read; if not all of it is kept, the copy reads again what
     is.
     """
-
-    takes_trees = False
 
     def __init__(self, target: Target, rows: int) -> None:
         self.target, self.lengths = target, [0] * rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_targets import FAMILIES, VOCAB, one_thread, tiny_hybrid, tiny_model  # noqa: F401
 
-from dflash_ext.reader import AttentionReader, StateReader, open_reader
+from dflash_ext.reader import AttentionReader, StateReader, open_reader, takes_trees
 from dflash_ext.target import Target
 
 CLOSE = {"rtol": 3e-4, "atol": 3e-4}
@@ -48,7 +48,7 @@ def test_every_node_is_read_as_if_its_path_were_the_text(family, chains):
     target = Target(model, tap_ids=(1, 3))
     reader = open_reader(target, 3, 80)
     assert isinstance(reader, StateReader if family == "hybrid" else AttentionReader)
-    assert reader.takes_trees == (family != "hybrid")
+    assert takes_trees(target) == (family != "hybrid")
     draw = random.Random(1)
     texts = [[draw.randrange(VOCAB) for _ in range(n)] for n in (3, 17, 9)]
     for row, text in enumerate(texts):
