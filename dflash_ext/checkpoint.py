@@ -30,6 +30,7 @@ from dflash_ext.parallel import placed_like
 from dflash_ext.topology import Course
 
 _NAME = re.compile(r"step-(\d+)")
+RECORD = "record.json"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,10 @@ class Snapshot:
 
     weights: dict[str, Tensor]
     state: dict[str, Any]
+    """Empty: weights only, to look at, not to go on from."""
     progress: Progress
+    record: dict[str, Any] | None = None
+    """What else is to stand beside it (RECORD)."""
 
 
 def take_snapshot(
@@ -127,8 +131,11 @@ def write_snapshot(folder: Path, snapshot: Snapshot, *, keep: int) -> Path:
     try:
         temporary.mkdir(mode=0o700)
         save_file(snapshot.weights, temporary / "drafter.safetensors")
-        torch.save(snapshot.state, temporary / "optimizer.pt")
+        if snapshot.state:
+            torch.save(snapshot.state, temporary / "optimizer.pt")
         (temporary / "progress.json").write_text(json.dumps(asdict(snapshot.progress)))
+        if snapshot.record is not None:
+            (temporary / RECORD).write_text(json.dumps(snapshot.record) + "\n")
         for path in temporary.iterdir():
             _sync(path)
         _sync(temporary)

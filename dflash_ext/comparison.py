@@ -64,9 +64,7 @@ def encode_prompt(target: Target, messages: Sequence[dict[str, Any]]) -> list[in
 
 def encoded_prompts(target: Target, names: Sequence[str], limit: int | None) -> Prompts:
     """The prompts of every set, at most `limit` of each."""
-    return {
-        name: [encode_prompt(target, p) for p in load_prompts(name, limit)] for name in names
-    }
+    return {name: [encode_prompt(target, p) for p in load_prompts(name, limit)] for name in names}
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -86,7 +84,9 @@ class Comparison:
     and "after".
     """
 
-    def __init__(self, prompts: Prompts, options: DecodeOptions, folder: Path | None = None) -> None:
+    def __init__(
+        self, prompts: Prompts, options: DecodeOptions, folder: Path | None = None
+    ) -> None:
         """folder: where generations are kept, and found again if they are of the same decoding."""
         self.prompts, self.options = prompts, options
         self.file = None if folder is None else folder / "generations.json"
@@ -135,7 +135,9 @@ class Comparison:
         }
         if self.file is not None:
             plain = {
-                method: {name: [dataclasses.asdict(g) for g in found] for name, found in sets.items()}
+                method: {
+                    name: [dataclasses.asdict(g) for g in found] for name, found in sets.items()
+                }
                 for method, sets in self.results.items()
             }
             self.file.write_text(json.dumps(self._identity() | {"results": plain}) + "\n")

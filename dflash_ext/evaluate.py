@@ -76,7 +76,9 @@ def results_table(reports: Sequence[SetReport]) -> Table:
             report.name,
             *(f"{found[name].accept_len:.2f}" for name in guided),
             f"{found['chain'].full_block_rate:.1%}",
-            " ".join(share(m.calibration) for n, m in found.items() if n not in ("plain", "lookup")),
+            " ".join(
+                share(m.calibration) for n, m in found.items() if n not in ("plain", "lookup")
+            ),
             f"{min(found[name].identical or 0 for name in guided)}/{found['chain'].prompts}",
             *(f"{m.tokens_per_second:.1f}" for m in found.values()),
         )
@@ -136,7 +138,7 @@ def check_writable(file: Path) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """Measure a drafter's accepted length on prompt sets, beside the target alone and a baseline."""
+    """Measure a drafter's accepted length on prompt sets, beside plain decoding and a baseline."""
 
     run_or_export: Annotated[Path, tyro.conf.Positional]
     """A training run's folder (or its best/), or an exported drafter."""

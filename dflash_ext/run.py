@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from dflash_ext.errors import UserError
 
 DEFAULT_RUN = Path("runs/quickstart")
 OPTIONS_FILE, LOCK_FILE = "options.json", "run.lock"
+BEST_FOLDER = "best"
 PER_RUN_FILES = ("metrics.jsonl", "generations.json", "results.json")
 
 
@@ -129,6 +131,7 @@ def _open(folder: Path, config: TrainConfig) -> Path | None:
     if not saved:
         for name in PER_RUN_FILES:
             (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / BEST_FOLDER, ignore_errors=True)
         file.write_text(to_json(config))
         return None
     options, before = json.loads(to_json(config)), json.loads(file.read_text())

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,14 +22,15 @@ import tyro
 from transformers.utils import logging as transformers_logging
 
 from dflash_ext.batch import PackedBatch
+from dflash_ext.best import DECODED, VALIDATION, Best
 from dflash_ext.blocks import draw_anchors
 from dflash_ext.checkpoint import CheckpointWriter, Progress, load_checkpoint, take_snapshot
-from dflash_ext.comparison import Comparison, encoded_prompts
-from dflash_ext.config import RECIPES, DrafterOptions, TrainConfig, check_given, is_export, to_json
+from dflash_ext.comparison import encoded_prompts
+from dflash_ext.config import RECIPES, DrafterOptions, TrainConfig, check_given, is_export
 from dflash_ext.data.registry import smollm2_dir
 from dflash_ext.errors import UserError, run_cli
-from dflash_ext.export import save_export
 from dflash_ext.identity import settle
+from dflash_ext.judge import Judge
 from dflash_ext.launch import start_local, world_size
 from dflash_ext.metrics import summarise, sums_size
 from dflash_ext.monitor import Monitor
@@ -38,7 +40,6 @@ from dflash_ext.placement import to_device
 from dflash_ext.ranks import Ranks, started_as_rank
 from dflash_ext.rates import Tally, TargetCost, product_tflops, rates
 from dflash_ext.receiver import Receiver
-from dflash_ext.record import save
 from dflash_ext.run import claim_run, interruption, resolve_device
 from dflash_ext.samples import prepare_files, synthesise
 from dflash_ext.sender import Sender, serve
@@ -122,7 +123,8 @@ def _train(
     if folder is not None and side is not None:
         write_resolved(folder / "resolved.json", side.trainer, path, monitor)
         report_memory(side.trainer, target, 0 if shared else config.topology.buffers, monitor)
-        sets = encoded_prompts(target, config.eval)
+        if config.eval.prompts_per_set:
+            sets = encoded_prompts(target, config.eval.prompts, config.eval.prompts_per_set)
 
     with ranks.first_goes_first("samples", "making data"):
         train_set, held_out = given or synthesise(config, target, monitor)
@@ -163,51 +165,37 @@ def _train(
             uses.restore(saved, progress)
         monitor.say(f"continuing from {checkpoint} at step {progress.position}/{steps}")
 
-    comparison = None
-    if folder is not None:
-        some = held_out.indices[: config.eval.prompts_per_set].tolist()
-        if config.eval.held_out_prompts and some:
-            sets["held-out"] = [held_out.store.prompt(i) for i in some]
-        comparison = Comparison(folder, sets, config.eval.max_new_tokens) if sets else None
-    B = side.trainer.drafter.config.block_size
+    judge = None if folder is None else Judge(config, folder, monitor, sets, held_out)
     if config.eval.prompts_per_set and checkpoint is None:
         before = side.replicas.whole()  # by all drafters together
-        if comparison is not None:
+        if judge is not None and judge.comparison is not None:
             watch.doing("evaluating before training", patience=FOREVER)
             exact = fp32_target(config, path, ranks.device, kept)
-            with monitor.stage("evaluate before") as stage:
-                comparison.baselines(exact, B, stage.update)
-                comparison.drafter("before", exact, before, stage.update)
+            judge.before(exact, before)
             del exact
             release(ranks.device)
         del before
+    during = None
+    if judge is not None and kept is not None and config.eval.decode_every:
+        during = partial(judge.during, target=kept, drafter=side.trainer.drafter)
+    best = Best(ranks, folder, DECODED if config.eval.decode_every else VALIDATION)
     ranks.begin_together()
     with interruption() as interrupted, watch.heeding_stop():
-        progress, stopped = loop(job, side, source, uses, progress, interrupted)
+        progress, stopped = loop(job, side, source, uses, best, during, progress, interrupted)
     if stopped:
         monitor.say(f"interrupted: saved at step {progress.position}; --run.resume auto continues")
         return INTERRUPTED
     trained = side.replicas.whole()
     ranks.leave()
-    if folder is None or not config.run.export:
+    if judge is None or not config.run.export:
         return 0
 
     watch.doing("evaluating after training", patience=FOREVER)
     exact = kept or fp32_target(config, path, ranks.device, None)
-    export = save_export(trained, folder / "export", target=exact)
-    monitor.say(f"exported to {export}: reloaded, and equal to an independent forward")
-    if comparison is not None:
+    judge.export(exact, trained, progress.position)
+    if judge.comparison is not None:
         exact = fp32_target(config, path, ranks.device, exact)
-        with monitor.stage("evaluate after") as stage:
-            comparison.baselines(exact, B, stage.update)  # kept from before, unless prompts changed
-            comparison.drafter("after", exact, trained, stage.update)
-        rows = comparison.rows(B)
-        seconds = round(progress.seconds)  # of training alone
-        result = {"benchmark": "train", "train_seconds": seconds, "steps": steps}
-        cells = [[v if isinstance(v, str) else f"{v:.2f}" for v in r.values()] for r in rows]
-        monitor.table("Accepted length (tokens per target step)", list(rows[0]), cells)
-        options = json.loads(to_json(config))
-        save(folder / "results.json", {**result, "options": options, "rows": rows})
+        judge.after(exact, trained, progress)
     return 0
 
 
@@ -216,13 +204,16 @@ def loop(
     side: Side,
     source: Source,
     uses: Uses,
+    best: Best,
+    during: Callable[[int], float] | None,
     progress: Progress,
     interrupted: Callable[[], bool],
 ) -> tuple[Progress, bool]:
     """Optimizer steps from `progress` on; returns where it ended and if on request.
 
     Everything a step uses follows from its number (`Course`), on every drafter; one with fewer
-    micro-batches than others, or none, still takes part in every sum.
+    micro-batches than others, or none, still takes part in every sum. during: the accepted length
+    of decoding after a step, if that is asked for.
     """
     config, ranks, monitor = job.config, job.ranks, job.monitor
     trainer, optimizer, replicas = side.trainer, side.optimizer, side.replicas
@@ -291,7 +282,7 @@ def loop(
                 result, values = optimizer.step(sums)
             except UserError:  # too many non-finite steps: what was trained before is kept
                 save(progress)
-                finish_saving(ranks, writer)
+                finish_saving(ranks, writer, best)
                 raise
             whole = Tally.of(values[sums_size(B) :])
             stop = whole.stop > 0
@@ -307,6 +298,10 @@ def loop(
                 ranks.watch.doing(f"validating after step {position}", patience=2)
                 held_out = validate()
                 monitor.log("validation", position, held_out)
+                if during is None and held_out:
+                    best.consider(progress, held_out["accept_len"], optimizer.parameters)
+            if during is not None and validates(position, job.steps, config.eval.decode_every):
+                best.consider(progress, during(position), optimizer.parameters)
             stage.update(position, job.steps, note(metrics, held_out, result, speed))
             if position % config.run.checkpoint_every == 0:
                 ranks.watch.doing(f"saving step {position}", patience=2)
@@ -315,16 +310,17 @@ def loop(
                 stop = asked()
         ranks.watch.doing("saving the last step", patience=4)
         save(progress)
-        finish_saving(ranks, writer)
+        finish_saving(ranks, writer, best)
     stop = stop and position < job.steps
     if stop:
         source.stop()
     return progress, stop
 
 
-def finish_saving(ranks: Ranks, writer: CheckpointWriter | None) -> None:
+def finish_saving(ranks: Ranks, writer: CheckpointWriter | None, best: Best) -> None:
     """Return, on every drafter, when the last checkpoint is on disk: then all may end."""
     if writer is not None:
+        best.wait()
         writer.wait()
         ranks.watch.publish("saved", True)
     elif not ranks.first:

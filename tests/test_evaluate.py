@@ -1,7 +1,8 @@
-"""Counting of accepted lengths, and the evaluate command end to end on a tiny target."""
+"""The evaluate command end to end on a tiny target, and what it shares with training."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,20 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 from test_generate import drafter_for
-from tiny_targets import one_thread, tiny_model, tiny_tokenizer  # noqa: F401
+from tiny_targets import one_thread, tiny_hybrid, tiny_model, tiny_tokenizer  # noqa: F401
 
+from dflash_ext.comparison import Comparison, DecodeOptions, encode_prompt, short_names
 from dflash_ext.errors import UserError
-from dflash_ext.evaluate import (
-    Options,
-    encode_prompt,
-    evaluate,
-    evaluate_prompts,
-    find_export,
-    summarise,
-    trained_target,
-)
+from dflash_ext.evaluate import Options, evaluate, find_export, trained_target, trees_of
 from dflash_ext.export import save_export
-from dflash_ext.generate import Generation, plain_decode
+from dflash_ext.generate import plain_decode
+from dflash_ext.sampling import Sampling
 from dflash_ext.target import Target
 
 PROMPTS = [[{"role": "user", "content": f"w{i} w{i + 1} w{i + 2}"}] for i in range(3)]
@@ -35,32 +30,6 @@ def target() -> Target:
     return Target(model, tiny_tokenizer(), path="tiny")
 
 
-def generation(tokens, accepted, stopped=False) -> Generation:
-    return Generation(tokens, accepted, 0.5, stopped)
-
-
-def test_counts():
-    runs = [generation(list(range(12)), [4, 1, 2, 4]), generation([1, 2, 3], [2], stopped=True)]
-    reference = [generation(list(range(12)), []), generation([1, 2, 4], [])]
-    report = summarise(runs, 4, reference)
-    assert (report.prompts, report.tokens, report.steps, report.seconds) == (2, 15, 5, 1.0)
-    assert report.accept_len == (4 + 1 + 2 + 4 + 2) / 5
-    assert report.full_block_rate == 2 / 5
-    # Slot 1: reached by all 5 steps, failed by the second. Slot 2: reached by four of them, but
-    # the one cut by its stop token says nothing, and the third failed. Slot 3: passed twice.
-    assert report.slot_acceptance == [4 / 5, 2 / 3, 1.0]
-    assert report.identical_to_greedy == 1
-    assert report.tokens_per_second == 15.0
-
-
-def test_counts_of_nothing():
-    report = summarise([generation([7], [])], 4)
-    assert (report.accept_len, report.steps, report.full_block_rate) == (1.0, 0, 0.0)
-    assert report.slot_acceptance == [None, None, None]
-    assert report.identical_to_greedy is None
-    assert summarise([], 4).tokens_per_second == 0.0
-
-
 def test_prompts_go_through_the_chat_template(target):
     ids = encode_prompt(target, [{"role": "user", "content": "w5 w6"}])
     words = target.tokenizer.convert_ids_to_tokens(ids)
@@ -71,61 +40,114 @@ def test_prompts_go_through_the_chat_template(target):
         encode_prompt(bare, PROMPTS[0])
 
 
-def test_a_set_beside_its_baselines(target):
-    drafter, calls = drafter_for(target, block_size=4), []
-    report = evaluate_prompts(
-        target,
-        drafter,
-        [encode_prompt(target, messages) for messages in PROMPTS],
-        max_new_tokens=20,
-        name="three",
-        progress=lambda done, total: calls.append((done, total)),
-    )
-    assert report.drafter.identical_to_greedy == report.lookup.identical_to_greedy == 3
-    assert report.greedy.steps == report.greedy.tokens - 3
-    assert report.drafter.accept_len >= 1.0
-    assert report.drafter.tokens == report.greedy.tokens <= 60
-    assert len(report.drafter.slot_acceptance) == len(report.lookup.slot_acceptance) == 3
-    assert calls == [(i, 9) for i in range(1, 10)]
+@pytest.fixture
+def run(target, tmp_path) -> Path:
+    """A run folder whose resolved.json names the target's files."""
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    folder = tmp_path / "run"
+    save_export(drafter_for(target, block_size=4), folder / "export", target=target)
+    (folder / "resolved.json").write_text(json.dumps({"target": str(tmp_path / "target")}))
+    (tmp_path / "mine.txt").write_text("w3 w4\nw5 w6 w7\n")
+    return folder
 
 
-def test_the_command(target, tmp_path):
-    model_dir, run = tmp_path / "target", tmp_path / "run"
-    target.model.save_pretrained(model_dir)
-    target.tokenizer.save_pretrained(model_dir)
-    drafter = drafter_for(target, block_size=4)
-    save_export(drafter, run / "export", target=target)
-    prompts = tmp_path / "mine.txt"
-    prompts.write_text("w3 w4\nw5 w6 w7\n")
-    console = Console(record=True, width=120, file=(tmp_path / "out").open("w"))
+def test_the_command(run, tmp_path):
+    console = Console(record=True, width=160, file=(tmp_path / "out").open("w"))
     out = tmp_path / "missing" / "folder" / "out.json"
-    (run / "resolved.json").write_text(json.dumps({"target": str(model_dir)}))
+    prompts = str(tmp_path / "mine.txt")
     options = Options(
         run,
-        prompts=(str(prompts),),
+        prompts=(prompts,),
+        trees=(12, 5),
         max_new_tokens=12,
+        batch=2,
         json=out,
+        png=tmp_path / "out.png",
         device="cpu",
     )
     (report,) = evaluate(options, console)
-    assert report.drafter.identical_to_greedy == 2
+    assert list(report.methods) == ["plain", "lookup", "chain", "tree@5", "tree@12"]
+    for name, method in report.methods.items():
+        assert method.identical == method.prompts == 2
+        assert method.tokens == report.methods["plain"].tokens
+        assert 1 <= method.accept_len <= 4
+        assert (method.calibration is None) == (name in ("plain", "lookup"))
+        assert len(method.slot_acceptance) == (0 if name == "plain" else 3)
+    assert len(report.methods["chain"].recall[16]) == 3
     written = json.loads(out.read_text())
     assert written["dtype"] == "fp32"
     assert set(written["environment"]) >= {"date", "commit", "torch"}
-    assert written["sets"][0]["drafter"]["accept_len"] == report.drafter.accept_len
-    assert written["sets"][0]["lookup"]["tokens_per_second"] > 0
+    for name, method in report.methods.items():
+        assert written["sets"][0][name]["accept_len"] == method.accept_len
+        assert written["sets"][0][name]["tokens_per_second"] > 0
     text = console.export_text()
-    assert "mine.txt" in text
-    assert "2/2" in text
-    assert f"{report.drafter.accept_len:.2f}" in text
+    for shown in (
+        "mine.txt",
+        "2/2",
+        "@12",
+        "recall@4",
+        f"{report.methods['chain'].accept_len:.2f}",
+    ):
+        assert shown in text
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     # The answer really is the target's: decoded again from the files, without any of the above.
-    again = Target.load(model_dir)
+    again = Target.load(tmp_path / "target")
     ids = encode_prompt(again, [{"role": "user", "content": "w3 w4"}])
     tokens = plain_decode(again, ids, 12, again.stop_ids).tokens
     sequence = again.model.generate(
         torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0
     )
     assert sequence[0, len(ids) :].tolist() == tokens
+
+
+def test_the_command_sampled(run, tmp_path):
+    """Every way gives plain sampling's text; another seed another text."""
+    prompts, tokens = (str(tmp_path / "mine.txt"),), []
+    for seed in (1, 2):
+        options = Options(run, prompts=prompts, trees=(6,), max_new_tokens=9, temperature=1.0)
+        options = dataclasses.replace(options, top_p=0.9, seed=seed, limit=1, device="cpu")
+        (report,) = evaluate(options, Console(file=(tmp_path / "out").open("w")))
+        assert all(m.identical == 1 for m in report.methods.values())
+        assert report.methods["chain"].calibration is None  # its guesses are draws
+        tokens.append(report.methods["plain"].tokens)
+    assert tokens == [9, 9]
+
+
+def test_trees_are_chosen_for_the_target(target):
+    hybrid, options = Target(tiny_hybrid()), Options(Path("x"))
+    assert trees_of(options, target) == [16]
+    assert trees_of(options, hybrid) == []
+    assert trees_of(dataclasses.replace(options, trees=(9, 3, 9)), target) == [3, 9]
+    with pytest.raises(UserError, match="chains, not trees"):
+        trees_of(dataclasses.replace(options, trees=(3,)), hybrid)
+
+
+def test_generations_are_kept_and_found_again(target, tmp_path):
+    prompts = {"three": [encode_prompt(target, messages) for messages in PROMPTS]}
+    drafter, calls = drafter_for(target, block_size=4), []
+    options = DecodeOptions(20, batch=2)
+
+    def progress(done, total):
+        calls.append((done, total))
+
+    first = Comparison(prompts, options, tmp_path)
+    first.baselines(target, 4, progress)
+    first.drafter("after", target, drafter, progress, record=True)
+    assert calls == [(i, 3) for i in range(1, 4)] * 3
+    assert first.report("after", "three", 4).identical == 3
+    assert first.report("plain", "three", 4).accept_len == 1.0
+    assert first.rows(4)[0]["before"] == "–"
+    lengths = [n for g in first.results["after"]["three"] for n in g.accepted]
+    assert first.accept_len("after") == sum(lengths) / len(lengths)
+
+    again = Comparison(prompts, DecodeOptions(20, batch=1), tmp_path)  # batch changes nothing
+    assert again.results == first.results
+    again.baselines(target, 4, lambda *_: pytest.fail("decoded again"))
+    for other in (DecodeOptions(19), DecodeOptions(20, sampling=Sampling(1.0))):
+        assert Comparison(prompts, other, tmp_path).results == {}
+    assert Comparison({"three": prompts["three"][:2]}, options, tmp_path).results == {}
+    assert short_names(["a/x.txt", "b/x.txt", "c/y.txt"])["c/y.txt"] == "y.txt"
 
 
 def test_find_export_and_errors(target, tmp_path):
@@ -145,6 +167,9 @@ def test_the_target_is_found_from_a_run_and_from_its_export(target, tmp_path, mo
     assert trained_target(find_export(export)) == "some/where"
     monkeypatch.chdir(export)
     assert trained_target(find_export(Path("."))) == "some/where"
+    best = save_export(drafter_for(target, block_size=4), tmp_path / "run" / "best" / "export")
+    assert trained_target(find_export(tmp_path / "run" / "best")) == "some/where"
+    assert find_export(best) == best
     for content in ("{", "[]", "{}"):
         resolved.write_text(content)
         with pytest.raises(UserError, match=r"resolved\.json does not name the target"):
@@ -173,6 +198,10 @@ def test_mistakes_fail_before_any_work(target, tmp_path, monkeypatch):
         ({"device": "gpu"}, "device 'gpu' is unknown"),
         ({"device": "meta"}, "device 'meta' is not supported"),
         ({"json": tmp_path}, "cannot write"),
+        ({"png": tmp_path}, "cannot write"),
+        ({"batch": 0}, "batch 0"),
+        ({"trees": (4, 0)}, r"trees \(4, 0\)"),
+        ({"temperature": -1.0}, "temperature -1.0"),
         ({"json": Path("/proc/self/out.json")}, "cannot write"),
     ):
         with pytest.raises(UserError, match=message):

@@ -119,7 +119,11 @@ def uninterrupted(world):
 def test_a_whole_run(world, tmp_path, capsys):
     folder = tmp_path / "run"
     options = EvalOptions(
-        prompts=(str(world / "prompts.txt"),), prompts_per_set=2, max_new_tokens=12, every=20
+        prompts=(str(world / "prompts.txt"),),
+        prompts_per_set=2,
+        max_new_tokens=12,
+        every=20,
+        decode_every=30,
     )
     config = config_of(world, folder, eval=options, steps=60)
     assert train(config) == 0
@@ -143,6 +147,7 @@ def test_a_whole_run(world, tmp_path, capsys):
     assert validation[-1]["accept_len"] > 1.1
 
     rows = json.loads((folder / "results.json").read_text())["rows"]
+    generations = json.loads((folder / "generations.json").read_text())["results"]
     assert [row["prompts"] for row in rows] == ["prompts.txt", "held-out"]
     for row in rows:
         assert row["equals greedy"] == "2/2"
@@ -153,6 +158,18 @@ def test_a_whole_run(world, tmp_path, capsys):
     assert resolved["final_tap_normed"] is False
     report = json.loads((folder / "prepared-train.json").read_text())
     assert report["rows"] == report["trained"] == 40
+
+    decoded = records(folder, "decoded")
+    assert [r["step"] for r in decoded] == [30, 60]
+    assert all(r["accept_len/prompts.txt"] >= 1 for r in decoded)
+    after = [g for found in generations["after"].values() for g in found]
+    during = [g for found in generations["during"].values() for g in found]
+    assert [g["accepted"] for g in during] == [g["accepted"] for g in after]  # the last step's
+    best = max(decoded, key=lambda r: r["accept_len"])
+    (kept,) = checkpoints(folder / "best")
+    record = json.loads((kept / "record.json").read_text())
+    assert record == {k: best[k] for k in ("step", "accept_len")} | {"measure": "decoded"}
+    assert load_export(folder / "best/export").config.block_size == 4
 
     exported = load_export(folder / "export")
     trained = load_file(checkpoints(folder / "checkpoints")[-1] / "drafter.safetensors")
