@@ -139,7 +139,11 @@ def test_report_covers_every_variant_built() -> None:
     vocabulary = [
         f"vocabulary_{k}_{x}" for k in ("statistics", "gradient") for x in ("f32", "bf16")
     ]
-    expected |= {(k, 0, sm) for k in ("attention_layout", *vocabulary) for sm in architectures}
+    row_wise = ("rms_norm_fwd_4096", "rms_norm_fwd_8192", "rms_norm_bwd_4096", "rms_norm_bwd_8192")
+    alone = ("attention_layout", "swiglu_fwd", "swiglu_bwd", *row_wise, *vocabulary)
+    expected |= {(k, 0, sm) for k in alone for sm in architectures}
+    rotary = ("head_norm_rope_fwd", "head_norm_rope_bwd")
+    expected |= {(k, d, sm) for k in rotary for d in (64, 128, 256) for sm in architectures}
     if 90 in architectures:  # maps and wgmma: Hopper's own
         own = [f"hopper_{k}_own{n}" for k in ("fwd", "bwd_dq") for n in (16, 32, 64)]
         mapped = [k.replace("attention", "attention_tma") for k in kernels]

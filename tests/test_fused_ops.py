@@ -225,13 +225,19 @@ TABLES = rotary.rope_tables(torch.arange(4), 64, 1e4)
         ),
         (
             lambda: rotary.head_norm_rope(HEADS[:3], WEIGHT, TABLES, EPS),
-            r"cos is torch.float32 \(4, 32\), expected fp32 \(3, 32\)",
+            r"cos is \(4, 32\), expected \(3, 32\)",
         ),
         (
             lambda: rotary.head_norm_rope(
                 HEADS, WEIGHT, rotary.RopeTables(TABLES.cos, TABLES.sin.bfloat16()), EPS
             ),
-            r"sin is torch.bfloat16",
+            r"sin is torch.bfloat16 on cpu, expected torch.float32",
+        ),
+        (
+            lambda: rotary.head_norm_rope(
+                HEADS, WEIGHT, rotary.RopeTables(TABLES.cos, TABLES.sin.repeat(2, 1)[::2]), EPS
+            ),
+            r"cos and sin have strides \(32, 1\) and \(64, 1\): they must be equal",
         ),
     ],
 )

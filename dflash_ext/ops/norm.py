@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dflash_ext import _C
 from dflash_ext.ops import rows
+
+# Widest row of each compiled kernel -> programs of its backward that a multiprocessor holds.
+BLOCKS = {4096: 2, 8192: 1}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,7 +47,10 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | Non
     """`rms_norm` without autograd, into `out` [rows, H] if given (it may be x)."""
     _check(x, weight, eps)
     out = rows.given_or_new("out", out, x)
-    out.copy_(_normed(x.float(), weight, eps))
+    if rows.has_kernels(x):
+        _launch_forward(x, None, weight, eps, out, out)
+    else:
+        out.copy_(_normed(x, weight, eps))
     return out
 
 
@@ -60,8 +67,11 @@ def add_rms_norm_forward(
     _check(x, weight, eps)
     rows.check_rows("residual", residual, tuple(x.shape), x)
     out, total = rows.given_or_new("out", out, x), rows.given_or_new("total", total, x)
-    total.copy_(x + residual)
-    out.copy_(_normed(total.float(), weight, eps))
+    if rows.has_kernels(x):
+        _launch_forward(x, residual, weight, eps, out, total)
+    else:
+        total.copy_(x + residual)
+        out.copy_(_normed(total, weight, eps))
     return out, total
 
 
@@ -90,20 +100,78 @@ def rms_norm_backward(
     dx = rows.given_or_new("dx", dx, x)
     if normed is not None:
         rows.check_rows("normed", normed, tuple(x.shape), x)
-    return dx, _backward_torch(x, weight, eps, grad, grad_total, dx, normed)
+    backward = _launch_backward if rows.has_kernels(x) else _backward_torch
+    return dx, backward(x, weight, eps, grad, grad_total, dx, normed)
 
 
 def _check(x: Tensor, weight: Tensor, eps: float) -> None:
     rows.check_device_and_dtype("x", x)
-    if x.dim() != 2:
+    if x.dim() != 2 or not x.shape[1]:
         raise ValueError(f"x is {tuple(x.shape)}, expected [rows, H]")
     rows.check_rows("x", x, tuple(x.shape), x)
     rows.check_weight(weight, x.shape[1], x)
     rows.check_eps(eps)
+    if rows.has_kernels(x) and x.shape[1] > max(BLOCKS):
+        raise ValueError(f"H {x.shape[1]} is not supported on CUDA in bf16: at most {max(BLOCKS)}")
+
+
+def _block(x: Tensor) -> int:
+    return min(block for block in BLOCKS if block >= x.shape[1])
+
+
+def _launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor
+) -> None:
+    """Without a residual, nothing is written into `total`."""
+    kernel = getattr(_C, f"rms_norm_fwd_{_block(x)}")
+    kernel(
+        **rows.place(x),
+        **rows.operands(x=x, residual=x if residual is None else residual, out=out, total=total),
+        weight_ptr=weight.data_ptr(),
+        width=x.shape[1],
+        rows=x.shape[0],
+        add=int(residual is not None),
+        eps=eps,
+    )
+
+
+def _launch_backward(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    grad: Tensor,
+    grad_total: Tensor | None,
+    dx: Tensor,
+    normed: Tensor | None,
+) -> Tensor:
+    """Returns dweight: the sum over one row of `partial` a program, which torch adds in order."""
+    count, H = x.shape
+    programs = min(count, rows.resident_programs(x, BLOCKS[_block(x)]))
+    partial = weight.new_empty(programs, H)
+    kernel = getattr(_C, f"rms_norm_bwd_{_block(x)}")
+    kernel(
+        **rows.place(x),
+        **rows.operands(
+            x=x,
+            grad=grad,
+            grad_total=grad if grad_total is None else grad_total,
+            dx=dx,
+            normed=dx if normed is None else normed,
+        ),
+        weight_ptr=weight.data_ptr(),
+        partial_ptr=partial.data_ptr(),
+        width=H,
+        rows=count,
+        programs=programs,
+        add_total=int(grad_total is not None),
+        want_normed=int(normed is not None),
+        eps=eps,
+    )
+    return partial.sum(0)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps)
 
 
 def _backward_torch(

@@ -19,8 +19,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dflash_ext import _C
 from dflash_ext.ops import rows
 from dflash_ext.ops.attention import HEAD_DIMS
+
+# Heads that one program does in turn with one copy of the tables, and programs of the backward that
+# a multiprocessor holds.
+MAX_GROUP = 8
+PROGRAMS = 4
 
 
 class RopeTables(NamedTuple):
@@ -56,6 +62,9 @@ def head_norm_rope_forward(
     """`head_norm_rope` without autograd, into `out` [rows, heads, D] if given (it may be x)."""
     _check(x, weight, tables, eps)
     out = rows.given_or_new("out", out, x)
+    if rows.has_kernels(x):
+        _C.head_norm_rope_fwd(**_shared(x, weight, tables, eps), **rows.operands(x=x, out=out))
+        return out
     z = torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps)
     out.copy_(_rotated(z, tables.cos, tables.sin))
     return out
@@ -78,27 +87,60 @@ def head_norm_rope_backward(
     _check(x, weight, tables, eps)
     rows.check_rows("grad", grad, tuple(x.shape), x)
     dx = rows.given_or_new("dx", dx, x)
-    return dx, _backward_torch(x, weight, tables, eps, grad, dx)
+    backward = _launch_backward if rows.has_kernels(x) else _backward_torch
+    return dx, backward(x, weight, tables, eps, grad, dx)
 
 
 def _check(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> None:
     rows.check_device_and_dtype("x", x)
-    if x.dim() != 3:
+    if x.dim() != 3 or not x.shape[1]:
         raise ValueError(f"x is {tuple(x.shape)}, expected [rows, heads, D]")
-    D = x.shape[2]
+    count, _, D = x.shape
     if D not in HEAD_DIMS:
         raise ValueError(f"head_dim {D} is not supported: use one of {HEAD_DIMS}")
     rows.check_rows("x", x, tuple(x.shape), x)
     rows.check_weight(weight, D, x)
     rows.check_eps(eps)
     for name, table in zip(("cos", "sin"), tables):
-        if tuple(table.shape) != (x.shape[0], D // 2) or table.dtype != torch.float32:
-            raise ValueError(
-                f"{name} is {table.dtype} {tuple(table.shape)}, expected fp32 "
-                f"({x.shape[0]}, {D // 2})"
-            )
-        if table.device != x.device:
-            raise ValueError(f"{name} is on {table.device}, the rows are on {x.device}")
+        rows.check_rows(name, table, (count, D // 2), weight)  # fp32, where the weight is
+        if rows.has_kernels(x):
+            rows.check_alignment(name, table)
+    if tables.cos.stride() != tables.sin.stride():
+        raise ValueError(
+            f"cos and sin have strides {tables.cos.stride()} and {tables.sin.stride()}: they must "
+            "be equal"
+        )
+
+
+def _shared(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> dict[str, float]:
+    """The launch arguments of both kernels: no more than MAX_GROUP heads a program, evenly."""
+    count, heads, D = x.shape
+    groups = -(-heads // MAX_GROUP)
+    return rows.place(x, D) | {
+        "weight_ptr": weight.data_ptr(),
+        "cos_ptr": tables.cos.data_ptr(),
+        "sin_ptr": tables.sin.data_ptr(),
+        "table_row": rows.outer_strides(tables.cos)[0],
+        "rows": count,
+        "heads": heads,
+        "group": -(-heads // groups),
+        "eps": eps,
+    }
+
+
+def _launch_backward(
+    x: Tensor, weight: Tensor, tables: RopeTables, eps: float, grad: Tensor, dx: Tensor
+) -> Tensor:
+    """Returns dweight: the sum over one row of `partial` a program, which torch adds in order."""
+    programs = min(x.shape[0], rows.resident_programs(x, PROGRAMS))
+    partial = weight.new_empty(programs, x.shape[2])
+    _C.head_norm_rope_bwd(
+        **_shared(x, weight, tables, eps),
+        **rows.operands(x=x, grad=grad, dx=dx),
+        partial_ptr=partial.data_ptr(),
+        programs=programs,
+    )
+    return partial.sum(0)
 
 
 def _rotated(z: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

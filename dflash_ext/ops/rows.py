@@ -100,10 +100,22 @@ def outer_strides(x: Tensor) -> list[int]:
     return [s if n > 1 else 0 for n, s in zip(x.shape[:-1], x.stride())]
 
 
-def place(x: Tensor) -> dict[str, int]:
-    """Where a launch goes: the tensor's device and its current stream."""
-    return {"device": x.device.index, "stream": torch.cuda.current_stream(x.device).cuda_stream}
+def place(x: Tensor, head_dim: int = 0) -> dict[str, int]:
+    """Where a launch goes: the tensor's device, its current stream, and which image."""
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    return {"device": x.device.index, "stream": stream, "head_dim": head_dim}
 
 
-def multiprocessors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+def operands(**tensors: Tensor) -> dict[str, int]:
+    """Address and outer strides of each, named as in python/dflash_kernels/fused_variants.py."""
+    made = {}
+    for name, x in tensors.items():
+        made[f"{name}_ptr"] = x.data_ptr()
+        made |= {f"{name}_{axis}": s for axis, s in zip(("row", "head"), outer_strides(x))}
+    return made
+
+
+def resident_programs(x: Tensor, per_multiprocessor: int) -> int:
+    """Programs that run at the same time: what a kernel with one partial sum a program starts."""
+    device = torch.cuda.get_device_properties(x.device)
+    return per_multiprocessor * device.multi_processor_count

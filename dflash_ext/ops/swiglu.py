@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dflash_ext import _C
 from dflash_ext.ops import rows
 
 
@@ -32,7 +33,14 @@ def swiglu_forward(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Te
     """`swiglu` without autograd, into `out` [rows, I] if given (it may be gate or up)."""
     _check(gate, up)
     out = rows.given_or_new("out", out, gate)
-    out.copy_(torch.nn.functional.silu(gate.float()).mul_(up))
+    if not rows.has_kernels(gate):
+        return out.copy_(torch.nn.functional.silu(gate.float()).mul_(up))
+    _C.swiglu_fwd(
+        **rows.place(gate),
+        **rows.operands(gate=gate, up=up, out=out),
+        width=gate.shape[1],
+        rows=gate.shape[0],
+    )
     return out
 
 
@@ -58,7 +66,17 @@ def swiglu_backward(
     dup = rows.given_or_new("dup", dup, gate)
     if act is not None:
         rows.check_rows("act", act, tuple(gate.shape), gate)
-    _backward_torch(gate, up, dact, dgate, dup, act)
+    if not rows.has_kernels(gate):
+        _backward_torch(gate, up, dact, dgate, dup, act)
+        return dgate, dup
+    into = dgate if act is None else act  # written only where it is wanted
+    _C.swiglu_bwd(
+        **rows.place(gate),
+        **rows.operands(gate=gate, up=up, dact=dact, dgate=dgate, dup=dup, act=into),
+        width=gate.shape[1],
+        rows=gate.shape[0],
+        want_act=int(act is not None),
+    )
     return dgate, dup
 
 

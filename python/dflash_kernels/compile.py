@@ -57,8 +57,8 @@ def compile_variant(variant: Variant) -> tuple[Any, str]:
             continue
         kind = kernel.arguments[name]
         signature[name] = signature_type(kind, constants, kernel.fn.is_gluon())
-        if isinstance(kind, str) and TYPES[kind][3]:
-            promises[(index,)] = [["tt.divisibility", 16]]
+        if isinstance(kind, str) and TYPES[kind][3] > 1:
+            promises[(index,)] = [["tt.divisibility", TYPES[kind][3]]]
     source = (GluonASTSource if kernel.fn.is_gluon() else ASTSource)(
         kernel.fn, signature, constants, promises
     )

@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-# Spec type -> (Triton type, C++ type, PTX parameter type, promise of divisibility by 16).
-# Strides are multiples of 16 elements: the wrapper checks it, and without the promise Triton would
-# copy element by element. Counts such as N and T promise nothing.
+# Spec type -> (Triton type, C++ type, PTX parameter type, what it is promised to be a multiple of).
+# Addresses are multiples of 16 bytes, attention's strides of 16 elements, the row-wise operators'
+# widths and strides of 8: the wrappers check it, and without the promises Triton would copy element
+# by element. Counts such as N and T promise nothing.
 TYPES = {
-    "bf16*": ("*bf16", "uint64_t", "u64", True),
-    "f32*": ("*fp32", "uint64_t", "u64", True),
-    "i32*": ("*i32", "uint64_t", "u64", True),
-    "i64*": ("*i64", "uint64_t", "u64", True),
+    "bf16*": ("*bf16", "uint64_t", "u64", 16),
+    "f32*": ("*fp32", "uint64_t", "u64", 16),
+    "i32*": ("*i32", "uint64_t", "u64", 16),
+    "i64*": ("*i64", "uint64_t", "u64", 16),
     # Read and written element by element, so that slices will do.
-    "f32*any": ("*fp32", "uint64_t", "u64", False),
-    "i64*any": ("*i64", "uint64_t", "u64", False),
-    "stride": ("i32", "int32_t", "u32", True),
-    "i32": ("i32", "int32_t", "u32", False),
-    "f32": ("fp32", "float", "f32", False),
+    "f32*any": ("*fp32", "uint64_t", "u64", 1),
+    "i64*any": ("*i64", "uint64_t", "u64", 1),
+    "stride": ("i32", "int32_t", "u32", 16),
+    "i32x8": ("i32", "int32_t", "u32", 8),
+    "i32": ("i32", "int32_t", "u32", 1),
+    "f32": ("fp32", "float", "f32", 1),
     # One int32 that the launcher zeroes on the stream before the kernel starts.
-    "counter*": ("*i32", "uint64_t", "u64", True),
+    "counter*": ("*i32", "uint64_t", "u64", 16),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from dflash_kernels import layout
 from dflash_kernels.attention_variants import ATTENTION_KERNELS, KEY_TILE
+from dflash_kernels.fused_variants import FUSED_KERNELS
 from dflash_kernels.hopper_variants import HOPPER_KERNELS
 from dflash_kernels.spec import Kernel, pointers
 from dflash_kernels.vocabulary_variants import VOCABULARY_KERNELS
@@ -48,6 +49,7 @@ KERNELS = (
         choices={0: dict(BN=KEY_TILE, GROUP=32, CHUNK=1024, num_warps=4)},
     ),
     *HOPPER_KERNELS,
+    *FUSED_KERNELS,
     *VOCABULARY_KERNELS,
 )
 
