@@ -50,10 +50,11 @@ class TargetOptions:
 @dataclass(frozen=True)
 class DataOptions:
     train: str | None = None
-    """Chat JSONL with `messages`, or a store that `python -m dflash_ext.prepare` made; none: the
+    """A source of rows as for `python -m dflash_ext.prepare`, or a store that it made; none: the
     target writes and answers its own prompts."""
     validation: str | None = None
-    """Chat JSONL or store held out; none: `held_out` rows of the training data."""
+    """Rows or store held out, and not trained on where `train` has them as well; none: `held_out`
+    rows of the training data."""
     held_out: int = 32
     """Rows taken from the training data for validation when no file is given."""
     max_length: int = 1024

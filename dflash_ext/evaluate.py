@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from dflash_ext.comparison import (
 )
 from dflash_ext.data.prompts import load_prompts
 from dflash_ext.data.registry import smollm2_dir
-from dflash_ext.errors import UserError, run_cli
+from dflash_ext.errors import UserError, parse_options, run_cli
 from dflash_ext.evaluation_picture import draw_evaluation
 from dflash_ext.export import CONFIG, WEIGHTS, load_export
 from dflash_ext.metrics import TREE_BUDGETS
@@ -247,7 +248,7 @@ def evaluate(options: Options, console: Console) -> list[SetReport]:
 
 
 def main() -> None:
-    evaluate(tyro.cli(Options), Console())
+    evaluate(parse_options(Options, sys.argv[1:]), Console())
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def kept_identity(folder: Path, now: Identity, data: tuple[Samples, Samples]) ->
     if name := identity.differing(now, data):
         raise UserError(
             f"the {name} changed since the run in {folder} began: restore what it was, or "
-            "start in another --run.dir"
+            "start in another --run.dir (a store may grow under a run, a file of rows may not)"
         )
     return identity
 

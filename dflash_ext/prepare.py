@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -18,7 +18,8 @@ from dflash_ext.data.prepared import Progress, State, prepare
 from dflash_ext.data.report import PrepareReport, save_report, summary, text_of
 from dflash_ext.data.rows import ChatOptions
 from dflash_ext.data.store import TokenStore
-from dflash_ext.errors import UserError, run_cli
+from dflash_ext.data.templates import load_tokenizer
+from dflash_ext.errors import UserError, parse_options, run_cli
 from dflash_ext.monitor import Monitor, Stage
 
 
@@ -26,7 +27,7 @@ from dflash_ext.monitor import Monitor, Stage
 class PrepareConfig:
     sources: tyro.conf.Positional[tuple[str, ...]]
     """Files (.jsonl, .json, also .gz and .zst; .parquet, .arrow), folders, globs, or
-    hf:owner/name[@split] for a data set of the hub."""
+    hf:owner/name[:config][@split] for a data set of the hub."""
     out: Path
     """The store: made, continued or extended."""
     target: str | None = None
@@ -50,20 +51,6 @@ class PrepareConfig:
                 raise UserError(f"{name} {getattr(self, name)}: expected 0 or more")
         if not self.sources and not self.verify:
             raise UserError("no source was named: give files, folders, globs or hf:owner/name")
-
-
-def load_tokenizer(target: str | None, *, trust_remote_code: bool) -> Any:
-    """The target's tokenizer. UserError if it cannot be loaded."""
-    from transformers import AutoTokenizer
-
-    from dflash_ext.data.registry import smollm2_dir
-
-    path = target or str(smollm2_dir())
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"tokenizer of {path!r} cannot be loaded: {reason}") from error
 
 
 def shown(stage: Stage) -> Progress:
@@ -97,8 +84,9 @@ def run(config: PrepareConfig) -> int:
             )
     store = TokenStore.open(config.out, verify=config.verify)
     report = PrepareReport(**store.info.get("report", {}))
+    print(f"{config.out}: {report}")
     found = summary(store, report, config.held_out, config.seed)
-    print(f"{config.out}: {report}\n{text_of(found)}")
+    print(text_of(found))
     if config.sources:
         save_report(store, found)
         print(f"  report: {config.out / 'report.json'}, {config.out / 'lengths.png'}")
@@ -109,7 +97,7 @@ def run(config: PrepareConfig) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if arguments is None else arguments)
-    return run(tyro.cli(PrepareConfig, args=args, prog="python -m dflash_ext.prepare"))
+    return run(parse_options(PrepareConfig, args, prog="python -m dflash_ext.prepare"))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import tyro
 
 from dflash_ext.data.regeneration import NO_ANSWER, Item, Progress, Report, read_items
 from dflash_ext.data.rows import ChatOptions, SkipRow
-from dflash_ext.errors import UserError, run_cli
+from dflash_ext.errors import UserError, parse_options, run_cli
 from dflash_ext.monitor import Monitor
 
 
@@ -123,7 +123,7 @@ def regenerate(options: Options, told: Progress) -> Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if arguments is None else arguments)
-    options = tyro.cli(Options, args=args, prog="python -m dflash_ext.regenerate")
+    options = parse_options(Options, args, prog="python -m dflash_ext.regenerate")
     # A monitor keeps metrics in a folder; here there are none.
     with TemporaryDirectory() as scratch, Monitor(Path(scratch)).stage("regenerate") as stage:
         report = regenerate(options, stage.update)

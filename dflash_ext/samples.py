@@ -1,21 +1,23 @@
-"""The samples a run trains on and those it holds out: from chat files, or the target's own."""
+"""The samples a run trains on and those it holds out: from the user's data, or the target's own."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from dflash_ext.config import TrainConfig
-from dflash_ext.data.prepared import prepared_store
+from dflash_ext.data.prepared import finished_store, prepared_store
 from dflash_ext.data.store import TokenStore, split_indices
+from dflash_ext.data.store_files import is_store
 from dflash_ext.data.synthesis import synthesized_store
+from dflash_ext.data.templates import load_tokenizer
 from dflash_ext.errors import UserError
 from dflash_ext.monitor import Monitor
 from dflash_ext.plan import Schedule
@@ -32,20 +34,24 @@ class Samples:
 
 
 def prepare_files(config: TrainConfig, path: str, monitor: Monitor) -> tuple[Samples, Samples]:
-    """Training and held-out samples from chat files or finished stores.
+    """Training and held-out samples from sources of rows or finished stores.
 
-    UserError if no row can be trained.
+    UserError if no row can be trained, or a store was not made for this target.
     """
     options = config.data
 
-    def prepare(file: str, name: str) -> TokenStore:
-        if Path(file).is_dir():
-            store = TokenStore.open(file)
-            monitor.say(f"{file}: {len(store)} samples, {store.lengths.sum()} tokens")
+    @functools.cache
+    def tokenizer() -> Any:
+        return load_tokenizer(path, trust_remote_code=config.target.trust_remote_code)
+
+    def prepare(source: str, name: str) -> TokenStore:
+        if is_store(source):
+            checked = None if config.target.random_weights else tokenizer
+            store = finished_store(source, checked, max_length=options.max_length)
+            monitor.say(f"{source}: {len(store)} samples, {store.lengths.sum()} tokens")
             return store
-        tokenizer = _tokenizer(config, path)
-        store, report = prepared_store(file, tokenizer, max_length=options.max_length)
-        monitor.say(f"{file}: {report}")
+        store, report = prepared_store(source, tokenizer(), max_length=options.max_length)
+        monitor.say(f"{source}: {report}")
         if monitor.folder is not None:
             record = json.dumps(dataclasses.asdict(report), indent=2) + "\n"
             (monitor.folder / f"prepared-{name}.json").write_text(record)
@@ -55,20 +61,18 @@ def prepare_files(config: TrainConfig, path: str, monitor: Monitor) -> tuple[Sam
     store = prepare(options.train, "train")
     if options.validation is None:
         return split(store, options.held_out, config.seed)
-    other = prepare(options.validation, "validation")
-    return Samples(store, np.arange(len(store))), Samples(other, np.arange(len(other)))
-
-
-def _tokenizer(config: TrainConfig, path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            path, trust_remote_code=config.target.trust_remote_code
+    train_set, held_out = apart(store, prepare(options.validation, "validation"))
+    if shared := len(store) - len(train_set.indices):
+        monitor.say(
+            f"{shared} samples of {options.train} are of rows that {options.validation} holds as "
+            "well: they are not trained on"
         )
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"tokenizer of {path!r} cannot be loaded: {reason}") from error
+    if len(train_set.indices) == 0:
+        raise UserError(
+            f"every row of {options.train} is in {options.validation} as well, which leaves "
+            "nothing to train on: name other data for validation, or none at all"
+        )
+    return train_set, held_out
 
 
 def synthesise(config: TrainConfig, target: Target, monitor: Monitor) -> tuple[Samples, Samples]:
@@ -109,6 +113,16 @@ def split(
     return Samples(store, np.flatnonzero(~is_held)), Samples(store, held)
 
 
+def apart(store: TokenStore, held: TokenStore) -> tuple[Samples, Samples]:
+    """Training samples, and held-out ones of another store: no row of theirs is trained on.
+
+    Which rows are the same is told by their tokens and masks. Samples that follow when `store`
+    grows come behind those there are, as in `split`.
+    """
+    is_held = np.isin(store.keys, held.keys)
+    return Samples(store, np.flatnonzero(~is_held)), Samples(held, np.arange(len(held)))
+
+
 def as_begun(
     config: TrainConfig, data: tuple[Samples, Samples], states: Sequence[str], held_out: str
 ) -> tuple[Samples, Samples]:
@@ -121,8 +135,7 @@ def as_begun(
     store = train_set.store.as_of(states[-1])
     if other.store is train_set.store:
         return split(store, config.data.held_out, config.seed, begun=store.prefix(states[0]))
-    held = other.store.as_of(held_out)
-    return Samples(store, np.arange(len(store))), Samples(held, np.arange(len(held)))
+    return apart(store, other.store.as_of(held_out))
 
 
 def schedule_of(

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import tyro
 from transformers.utils import logging as transformers_logging
 
 from dflash_ext.batch import PackedBatch
@@ -28,7 +27,7 @@ from dflash_ext.checkpoint import CheckpointWriter, Progress, load_checkpoint, t
 from dflash_ext.comparison import encoded_prompts
 from dflash_ext.config import RECIPES, DrafterOptions, TrainConfig, check_given, is_export
 from dflash_ext.data.registry import smollm2_dir
-from dflash_ext.errors import UserError, run_cli
+from dflash_ext.errors import UserError, parse_options, run_cli
 from dflash_ext.identity import settle
 from dflash_ext.judge import Judge
 from dflash_ext.launch import start_local, world_size
@@ -364,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def parse() -> TrainConfig:
         prog = f"python -m dflash_ext.train [{'|'.join(RECIPES)}]"
-        return tyro.cli(TrainConfig, args=rest, default=defaults, prog=prog)
+        return parse_options(TrainConfig, rest, default=defaults, prog=prog)
 
     config = parse()
     if is_export(config.drafter.init):

@@ -23,6 +23,14 @@ multiprocessing.set_forkserver_preload(launch.PRELOAD)
 forkserver.ensure_running()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_waiting_for_disks():
+    """No test cuts the power: what a killed process wrote is there without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

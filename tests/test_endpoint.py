@@ -227,7 +227,16 @@ def test_reasoning_and_tool_calls_are_kept():
         "reasoning_content": "hm",
         "tool_calls": calls,
     }
-    assert (answer.finish_reason, answer.tokens) == ("tool_calls", 3)
+    assert (answer.finished, answer.tokens) == (True, 3)
+
+
+@pytest.mark.parametrize(
+    ("reason", "finished"),
+    [("stop", True), (None, True), ("length", False), ("content_filter", False), ("abort", False)],
+)
+def test_only_the_model_itself_ends_its_turn(reason, finished):
+    with FakeEndpoint(lambda *_: completion("a", finish=reason)) as server:
+        assert Endpoint(server.url).chat(BODY).finished == finished
 
 
 def test_connections_are_kept_and_a_closed_one_is_no_trouble():

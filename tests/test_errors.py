@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from dflash_ext import record
-from dflash_ext.errors import FeatureError, UserError, run_cli
+from dflash_ext.errors import FeatureError, UserError, parse_options, run_cli
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,7 @@ from dflash_ext.errors import FeatureError, UserError, run_cli
             2,
             "error: a.json: Permission denied\n",
         ),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
@@ -42,6 +44,45 @@ def test_other_errors_keep_their_traceback(error):
     with pytest.raises(type(error)) as raised:
         run_cli(main)
     assert raised.value is error
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise UserError(f"size {self.size}: expected 0 or more")
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner = Inner()
+    name: str = "a"
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise UserError("name is empty")
+
+
+def test_what_options_have_against_their_values_is_said_in_their_words(capsys):
+    assert parse_options(Outer, ["--inner.size", "3"]) == Outer(Inner(3))
+    for arguments, message in (
+        (["--inner.size", "-1"], "size -1: expected 0 or more"),
+        (["--name", ""], "name is empty"),
+    ):
+        with pytest.raises(UserError, match=f"^{message}$"):
+            parse_options(Outer, arguments, prog="it")
+        assert capsys.readouterr() == ("", "")
+    for arguments, code, stream, text in (
+        (["--nmae", "b"], 2, "err", "--nmae"),
+        (["--inner.size", "x"], 2, "err", "'x'"),
+        (["--help"], 0, "out", "--inner.size"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            parse_options(Outer, arguments, prog="it")
+        assert stop.value.code == code
+        assert getattr(capsys.readouterr(), stream).count(text) >= 1
 
 
 def test_the_exit_code_is_the_entry_point_s():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_ext.data import blocks
+from dflash_ext.data.formats import parse_json
 from dflash_ext.data.readers import expand
 from dflash_ext.data.rows import SkipRow
 from dflash_ext.data.store import StoreWriter
@@ -250,6 +252,61 @@ def test_damaged_array(tmp_path, text):
     with pytest.raises(UserError, match=r"d\.json: row \d+ of the JSON array: ") as caught:
         read(str(tmp_path / "d.json"))
     assert "\n" not in str(caught.value)
+
+
+def test_what_follows_an_array_is_not_lost_silently(tmp_path):
+    (tmp_path / "d.json").write_text('[{"text": "a"}] \n[{"text": "b"}]')
+    (source,) = expand([str(tmp_path / "d.json")])
+    found = source.read()
+    assert next(found).rows == [(1, b'{"text": "a"}')]
+    with pytest.raises(UserError, match=r"more behind the end of its JSON array, after row 1"):
+        next(found)
+
+
+def test_columns_of_bytes_are_text_and_those_of_dates_are_not(tmp_path):
+    columns = {"text": [b"caf\xc3\xa9", b"\xff\xfe"], "system": [None, None]}
+    pq.write_table(pa.table(columns), tmp_path / "d.parquet")
+    rows = [
+        row for s in expand([str(tmp_path / "d.parquet")]) for b in s.read() for _, row in b.rows
+    ]
+    assert json.loads(rows[0])["text"] == "café"
+    with pytest.raises(SkipRow, match="not UTF-8"):
+        parse_json(rows[1])
+    pq.write_table(pa.table({"text": [datetime.date(2026, 1, 1)]}), tmp_path / "e.parquet")
+    assert read(str(tmp_path / "e.parquet")) == [
+        (1, "a column is neither text, number, truth nor list")
+    ]
+
+
+def test_digests_are_of_bytes_and_of_how_they_are_read(tmp_path):
+    def digest(name):
+        (source,) = expand([str(tmp_path / name)])
+        return source.digest()
+
+    for name in ("a.json", "b.json", "c.jsonl"):
+        (tmp_path / name).write_text('[{"text": "a"}, {"text": "b"}]')
+    assert digest("a.json") == digest("b.json") != digest("c.jsonl")
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(saved))
+    before = digest("saved")
+    (file,) = saved.glob("*.arrow")
+    file.write_bytes(file.read_bytes().replace(b"q 3", b"q 4"))  # behind the back of `datasets`
+    assert digest("saved") != before
+
+
+def test_a_data_set_of_several_configs(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / "d" / name).mkdir(parents=True)
+        (tmp_path / "d" / name / "train.jsonl").write_text(f'{{"text": "{name}"}}\n')
+    (tmp_path / "d" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: one\n  data_files: one/*.jsonl\n"
+        "- config_name: two\n  data_files: two/*.jsonl\n---\n"
+    )
+    name = f"hf:{tmp_path / 'd'}"
+    for config in ("one", "two"):
+        assert read(f"{name}:{config}@train") == [(1, {"text": config})]
+    with pytest.raises(UserError, match=r"cannot load hf:.*[Cc]onfig"):
+        read(name)
 
 
 VALUES = st.recursive(

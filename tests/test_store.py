@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import signal
 import stat
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +17,6 @@ from dflash_ext.data.store import StoreWriter, TokenStore, cache_key, cached_sto
 from dflash_ext.data.store_files import FILES, content_key
 from dflash_ext.errors import UserError
 
-ROOT = Path(__file__).parents[1]
 SAMPLE = st.integers(1, 12).flatmap(
     lambda n: st.tuples(
         st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n),
@@ -219,26 +215,23 @@ def test_log_of_rows(tmp_path):
     writer.close()
 
 
-KILLED = """
-import sys
-from dflash_ext.data.store import StoreWriter
-writer = StoreWriter(sys.argv[1], extend=True)
-for i in range(10**9):
-    writer.append([i, i + 1], [True, True])
-    if i % 100 == 99:
-        writer.commit()
-        print(i + 1, flush=True)
-"""
+def write_for_ever(path, committed):
+    writer = StoreWriter(path, extend=True)
+    for i in range(10**9):
+        writer.append([i, i + 1], [True, True])
+        if i % 100 == 99:
+            writer.commit()
+            committed.send(i + 1)
 
 
 def test_a_killed_writer_loses_nothing_it_committed(tmp_path):
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "s")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    committed = [int(process.stdout.readline()) for _ in range(3)][-1]
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=write_for_ever, args=(tmp_path / "s", theirs))
+    process.start()
+    committed = [ours.recv() for _ in range(3)][-1]
+    process.kill()
+    process.join()
     with StoreWriter(tmp_path / "s", extend=True) as writer:
         kept = writer.samples
         assert kept >= committed
@@ -293,12 +286,41 @@ def test_index_is_checked(tmp_path):
     index.write_text(json.dumps({**good, "format": 99}))
     with pytest.raises(UserError, match="format 99"):
         TokenStore.open(tmp_path / "s")
-    damaged = ["{", "[]", "null", '{"format": 3}', json.dumps({**good, "committed": {}})]
+    damaged = ["{", "[]", "null", '{"format": 4}', json.dumps({**good, "committed": {}})]
     damaged.append(json.dumps({**good, "complete": {**good["complete"], "samples": "x"}}))
     for text in damaged:
         index.write_text(text)
         with pytest.raises(UserError, match=r"index\.json is damaged"):
             TokenStore.open(tmp_path / "s")
+
+
+def test_any_changed_bit_of_the_index_is_found(tmp_path):
+    """Also one of a digit, which leaves it an index: of the report, say."""
+    with StoreWriter(tmp_path / "s") as writer:
+        writer.append([1, 2], [1, 1])
+        writer.close({"report": {"rows": 12345}})
+    index = tmp_path / "s" / "index.json"
+    good = index.read_bytes()
+    for place in range(0, len(good), 3):
+        index.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with pytest.raises(UserError, match=r"index\.json is damaged|has store format"):
+            TokenStore.open(tmp_path / "s")
+
+
+def test_a_writer_killed_before_its_first_commit_is_in_nobodys_way(tmp_path):
+    begun = write(tmp_path / "t", TWO).path
+    (begun / "index.json").unlink()
+    with pytest.raises(UserError, match="is no token store and not empty"):
+        StoreWriter(begun, extend=True)  # there may be work in it
+    (begun / "verified.json").unlink()
+    for file in begun.iterdir():
+        file.write_bytes(b"\0" * 8 if file.name == "offsets.i64" else b"")
+    (begun / ".index.json.17").write_text('{"form')
+    with StoreWriter(begun, extend=True) as writer:
+        for sample in TWO:
+            writer.append(*sample)
+    assert content(TokenStore.open(begun)) == content(write(tmp_path / "s", TWO))
+    assert not list(begun.glob(".*"))
 
 
 def test_cached_store_builds_once_also_in_a_race(tmp_path):

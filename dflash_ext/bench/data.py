@@ -32,8 +32,8 @@ from dflash_ext.data.pool import forkserver
 from dflash_ext.data.prepared import State, prepare
 from dflash_ext.data.rows import ChatOptions
 from dflash_ext.data.store import StoreWriter
+from dflash_ext.data.templates import load_tokenizer
 from dflash_ext.errors import UserError
-from dflash_ext.prepare import load_tokenizer
 from dflash_ext.record import save
 
 ROUNDS = 3

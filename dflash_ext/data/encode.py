@@ -56,7 +56,7 @@ class RowEncoder:
             try:
                 parsed = parse_row(row)
                 if isinstance(parsed, Tokens):
-                    results[i] = [self._given(parsed)]
+                    results[i] = self._given(parsed)
                 else:
                     jobs += [(i, sample) for sample in self._samples(parsed)]
             except SkipRow as skip:
@@ -103,22 +103,16 @@ class RowEncoder:
             )
         return self._finder.samples(parsed)
 
-    def _given(self, tokens: Tokens) -> Row:
+    def _given(self, tokens: Tokens) -> list[Row]:
+        """Each run of supervised tokens is a turn."""
         if int(tokens.ids.max()) >= self._vocabulary:
             raise SkipRow(
                 "token id outside the vocabulary",
                 f"{int(tokens.ids.max())}, the tokenizer knows {self._vocabulary}",
             )
-        length = self._options.max_length
-        row = Row(
-            tokens.ids[:length].astype(np.int32),
-            tokens.mask[:length],
-            cut="answer" if tokens.mask[length:].any() else "",
-            cut_tokens=max(0, len(tokens.ids) - length),
-        )
-        if not has_candidate(row.mask):
-            raise SkipRow(_TOO_FEW, f"within max_length {length}")
-        return row
+        edges = np.flatnonzero(np.diff(tokens.mask.astype(np.int8), prepend=0, append=0)).tolist()
+        turns = list(zip(edges[::2], edges[1::2]))
+        return self._cut(tokens.ids.astype(np.int32), turns)
 
     def _rows(self, sample: Sample, encoding: Any) -> list[Row]:
         ids = np.array(encoding.ids, dtype=np.int32)

@@ -27,6 +27,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_RETRY_AFTER = 0.5, 60.0, 900.0
 _CONNECT_SECONDS = 30.0
 _MAX_BYTES = 64 << 20
 REASONING = ("reasoning_content", "reasoning")
+# How servers say that the model itself ended its turn.
+_ENDED = frozenset({"stop", "tool_calls", "function_call", "eos_token", "stop_sequence"})
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Answer:
 
     message: dict[str, Any]
     """role, content, and reasoning_content or tool_calls if there are any."""
-    finish_reason: str
-    """As the server says: "stop", "length", "tool_calls"."""
+    finished: bool
+    """Did the model end its turn? Else a limit, a filter or something unknown did."""
     tokens: int
     """Generated tokens; 0 if the server does not tell."""
 
@@ -263,4 +265,4 @@ def _answer(response: Any) -> Answer:
         out["reasoning_content"] = thoughts
     if calls:
         out["tool_calls"] = calls
-    return Answer(out, finish, tokens)
+    return Answer(out, finish in _ENDED, tokens)

@@ -139,6 +139,6 @@ def _converse(
             refusal = str(error)
             break
         tokens += answer.tokens
-        cut = {"unfinished": True} if answer.finish_reason == "length" else {}
+        cut = {} if answer.finished else {"unfinished": True}
         answers.append({**answer.message, **cut})
     return {"answers": answers, "tokens": tokens, "refusal": refusal}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -50,10 +51,9 @@ class Journal:
     def _load(self, end: int) -> None:
         self._file.seek(end)
         while (line := self._file.readline()).endswith(b"\n"):
-            try:
+            # A line that a disk damaged is work to be done again; those behind it are not.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._places[json.loads(line)["key"]] = end
-            except (ValueError, KeyError, TypeError):
-                break
             end = self._file.tell()
         self._file.seek(end)
         self._file.truncate()

@@ -179,12 +179,15 @@ def _in_order(blocks: Iterator[Work[Tag]], crew: list[_Worker]) -> Iterator[tupl
             busy[worker.connection] = sent, worker
             sent += 1
             upcoming = read()
-        while given in done:
+        if given in done:
             yield tags.pop(given), done.pop(given)
             given += 1
-        if not busy and upcoming is None:
+        elif not busy:
             break
-        for connection in wait(list(busy)):
+        # There is nothing to wait for if all came back while the first held up the others, and
+        # who is done meanwhile gets work before the next result is written.
+        waits = bool(busy) and given not in done
+        for connection in wait(list(busy), None if waits else 0):
             index, worker = busy.pop(cast(Connection, connection))
             done[index] = worker.receive()
             idle.append(worker)

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dflash_ext.data import blocks, columns, encode, ledger, pool, readers
+from dflash_ext.data import blocks, columns, encode, ledger, pool, readers, store_files
+from dflash_ext.data import store as stores
 from dflash_ext.data.ledger import KNOWN, NEW, Ledger
 from dflash_ext.data.pool import Encoded, encode_blocks
 from dflash_ext.data.readers import Source, expand
@@ -142,9 +143,11 @@ class _Run:
             for block in source.read():
                 done = before + block.done * source.size
                 rows = [row for _, row in block.rows]
-                # An unread row has no text to be known by: its place has to do.
+                # An unread row has no text to be known by: its place and fault have to do.
                 texts = [
-                    row if isinstance(row, bytes) else f"{Path(block.source).name}:{n}".encode()
+                    row
+                    if isinstance(row, bytes)
+                    else f"{Path(block.source).name}:{n} {row}".encode()
                     for n, row in block.rows
                 ]
                 keys = ledger.row_keys(texts)
@@ -154,7 +157,7 @@ class _Run:
                     self._tell(done)
                     continue
                 fates = [
-                    row if isinstance(row, SkipRow) and classes[i] == NEW else classes[i]
+                    row if isinstance(row, SkipRow) else classes[i]
                     for i, row in ((i, rows[i]) for i in kept)
                 ]
                 numbers = [block.rows[i][0] for i in kept]
@@ -239,53 +242,54 @@ class _Run:
 
 
 def prepared_store(
-    path: Path | str,
-    tokenizer: Any,
-    *,
-    max_length: int,
-    root: Path | None = None,
+    source: str, tokenizer: Any, *, max_length: int, root: Path | None = None
 ) -> tuple[TokenStore, PrepareReport]:
-    """The store at `path`, or one prepared from the source `path` names, kept in the cache.
+    """The store prepared from the file, folder, glob or data set `source`, kept in the cache.
 
     The cache's key covers the data's bytes, tokenizer, template, options and this code
-    (requirement 4). UserError if a store was made with another tokenizer or max_length.
+    (requirement 4). UserError if no row can be trained.
     """
     options = ChatOptions(max_length=max_length)
-    if (Path(path) / "index.json").exists():
-        return _given_store(Path(path), tokenizer, options)
     parts = {
-        "data": [source.digest() for source in expand([str(path)])],
+        "data": [found.digest() for found in expand([source])],
         "prepare": _version(),
         "rows": encode.identity(tokenizer, options),
     }
 
     def build(target: Path) -> None:
-        prepare([str(path)], tokenizer, target, options)
+        prepare([source], tokenizer, target, options)
 
     store = cached_store(parts, build, root=root)
     return store, PrepareReport(**store.info["report"])
 
 
 def _version() -> str:
-    """Of the code that decides which rows are read and which of them are kept."""
-    modules = (blocks, columns, ledger, pool, readers)
+    """Of the code that decides which rows are read, which are kept, and how they are stored."""
+    modules = (blocks, columns, ledger, pool, readers, stores, store_files)
     return code_version(__file__, *(str(module.__file__) for module in modules))
 
 
-def _given_store(path: Path, tokenizer: Any, options: ChatOptions) -> tuple[TokenStore, Any]:
-    """A store that `python -m dflash_ext.prepare` made, if it fits the run."""
+def finished_store(
+    path: Path | str, tokenizer: Callable[[], Any] | None, *, max_length: int
+) -> TokenStore:
+    """The store at `path`, if it fits a run. UserError if it does not.
+
+    tokenizer: gives the target's, with which `python -m dflash_ext.prepare` must have made the
+    store; none: the target has none. A store written by other means says nothing of a tokenizer.
+    """
     store = TokenStore.open(path)
-    made, wanted = store.settings, encode.identity(tokenizer, options)
-    for name in ("tokenizer", "template"):
-        if made.get(name) != wanted[name]:
-            raise UserError(
-                f"{path} was prepared with another {name} than the target's: prepare it again with "
-                "the --target you train with"
-            )
+    if tokenizer is not None and "tokenizer" in store.settings:
+        made, wanted = store.settings, encode.identity(tokenizer(), ChatOptions())
+        for name in ("tokenizer", "template"):
+            if made[name] != wanted[name]:
+                raise UserError(
+                    f"{path} was prepared with another {name} than the target's: prepare it again "
+                    "with the --target you train with"
+                )
     longest = int(store.lengths.max())
-    if longest > options.max_length:
+    if longest > max_length:
         raise UserError(
-            f"{path} holds a sample of {longest} tokens, max_length is {options.max_length}: raise "
-            "it, or prepare the store with it"
+            f"{path} holds a sample of {longest} tokens, max_length is {max_length}: raise it, or "
+            "prepare the store with it"
         )
-    return store, PrepareReport(**store.info.get("report", {}))
+    return store

@@ -1,8 +1,8 @@
 """Files and data sets to blocks of rows, each row one JSON text: nothing is parsed twice.
 
-JSON lines and arrays (plain, .gz, .zst), Parquet, Arrow, `hf:NAME[@SPLIT]` for `datasets`, folders
-and globs. Memory is bounded by a block, whatever the size of the file. What is wrong with one row
-is that row's `SkipRow`; what makes the rest of a file unreadable is a `UserError`.
+JSON lines and arrays (plain, .gz, .zst), Parquet, Arrow, `hf:NAME[:CONFIG][@SPLIT]` for `datasets`,
+folders and globs. Memory is bounded by a block, whatever the size of the file. What is wrong with
+one row is that row's `SkipRow`; what makes the rest of a file unreadable is a `UserError`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dflash_ext.data import blocks
 from dflash_ext.data.blocks import Block, Numbered, Source, first_line, in_blocks, too_large
 from dflash_ext.data.columns import arrow, column_blocks, dataset, parquet
 from dflash_ext.data.registry import sha256_file
+from dflash_ext.data.store_files import is_store
 from dflash_ext.errors import UserError
 
 _LINES = (".jsonl", ".ndjson", ".json")
@@ -50,7 +51,7 @@ def _paths(name: str) -> list[Path]:
     if path.is_dir():
         if _is_saved(path):
             return [path]
-        if _in_store(path / "x"):
+        if is_store(path):
             raise UserError(f"{name} is a token store, not data to make one of")
         found = [p for p in sorted(path.rglob("*")) if _is_data(p)]
         if not found:
@@ -67,7 +68,8 @@ def _paths(name: str) -> list[Path]:
             raise UserError(f"{name} matches no data file; {_SUPPORTED}")
         return found
     raise UserError(
-        f"cannot read {name}: No such file; a data set of the hub is written hf:owner/name[@split]"
+        f"cannot read {name}: No such file; a data set of the hub is written "
+        "hf:owner/name[:config][@split]"
     )
 
 
@@ -79,12 +81,8 @@ def _is_data(path: Path) -> bool:
         and bool(_suffix(path)[0])
         and path.name not in about
         and not path.name.startswith(".")
-        and not _in_store(path)
+        and not is_store(path.parent)
     )
-
-
-def _in_store(path: Path) -> bool:
-    return (path.parent / "tokens.i32").exists()
 
 
 def _suffix(path: Path) -> tuple[str, str]:
@@ -104,7 +102,8 @@ def _file(path: Path) -> Source:
         read = lambda: column_blocks(str(path), *parquet(path))  # noqa: E731
     else:
         read = lambda: column_blocks(str(path), *arrow(path))  # noqa: E731
-    return Source(str(path), path.stat().st_size, read, lambda: _digest(path))
+    # The same bytes are other rows in a file of another kind.
+    return Source(str(path), path.stat().st_size, read, lambda: f"{kind}{packed} {_digest(path)}")
 
 
 def _digest(path: Path) -> str:
@@ -200,6 +199,12 @@ def _array_rows(stream: Any, path: Path) -> Iterator[Numbered]:
         number += 1
         yield number, text[at:end].encode("utf-8", "surrogateescape")
         at = end
+    at += 1
+    if skip(" \t\r\n"):
+        raise UserError(
+            f"{path}: there is more behind the end of its JSON array, after row {number}, which is "
+            "not read; expected one array, or JSON lines"
+        )
 
 
 def _is_saved(path: Path) -> bool:
@@ -213,16 +218,19 @@ def _saved(path: Path) -> Source:
 
         return datasets.load_from_disk(str(path))
 
-    size = sum(p.stat().st_size for p in path.rglob("*.arrow"))
-    return dataset(str(path), load, "train", size)
+    files = sorted(path.rglob("*.arrow"))
+    size = sum(file.stat().st_size for file in files)
+    return dataset(str(path), load, "train", size, lambda: " ".join(map(_digest, files)))
 
 
 def _hub(name: str) -> Source:
-    identifier, _, split = name.removeprefix("hf:").partition("@")
+    """`hf:owner/name[:config][@split]`, or a folder in the place of owner/name."""
+    whole, _, split = name.removeprefix("hf:").partition("@")
+    identifier, _, config = whole.partition(":")
 
     def load() -> Any:
         import datasets
 
-        return datasets.load_dataset(identifier)
+        return datasets.load_dataset(identifier, config or None)
 
     return dataset(name, load, split or "train", 1 << 20)

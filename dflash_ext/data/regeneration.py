@@ -16,6 +16,7 @@ from dflash_ext.data.journal import Journal
 from dflash_ext.data.prompts import PROMPT_SETS, load_prompts
 from dflash_ext.data.readers import expand
 from dflash_ext.data.rows import SkipRow
+from dflash_ext.data.store_files import is_store
 from dflash_ext.errors import UserError
 
 NO_ANSWER = "endpoint did not answer"
@@ -87,7 +88,7 @@ def read_items(sources: Sequence[str], limit: int | None) -> Iterator[Item]:
 def _read(sources: Sequence[str]) -> Iterator[tuple[str, Conversation | list[int] | SkipRow]]:
     for name in sources:
         path = Path(name)
-        if (path / "index.json").is_file():
+        if is_store(path):
             yield from _store_prompts(path)
         elif name in PROMPT_SETS or path.suffix == ".txt":
             for number, messages in enumerate(load_prompts(name), 1):
@@ -100,7 +101,7 @@ def _read(sources: Sequence[str]) -> Iterator[tuple[str, Conversation | list[int
 
 
 def _store_prompts(path: Path) -> Iterator[tuple[str, list[int] | SkipRow]]:
-    from dflash_ext.data.store import TokenStore
+    from dflash_ext.data.store import TokenStore  # with torch, which a server's client is without
 
     store = TokenStore.open(path)
     for i in range(len(store)):

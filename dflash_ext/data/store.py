@@ -28,18 +28,21 @@ from dflash_ext.batch import PackedBatch
 from dflash_ext.data.registry import cache_dir, locked, private_dir
 from dflash_ext.data.store_files import (
     FILES,
+    LOCK,
     bytes_of,
     cache_key,
     content_key,
     damaged,
     differences,
     identity_of,
+    is_barely_begun,
     map_file,
     new_index,
     read_index,
     read_stamp,
-    replace_json,
+    remove_scratch,
     stamp,
+    write_index,
 )
 from dflash_ext.errors import UserError
 
@@ -65,15 +68,16 @@ class StoreWriter:
         index = read_index(self.path) if exists else None
         if exists and not extend and (index is None or index["complete"] is not None):
             raise UserError(f"{self.path} exists already; a store is never overwritten, remove it")
-        if exists and index is None and any(self.path.iterdir()):
+        if exists and index is None and not is_barely_begun(self.path):
             raise UserError(f"{self.path} is no token store and not empty; name another directory")
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # texts are the user's alone
-        self._lock = open(self.path / "writer.lock", "w")  # noqa: SIM115
+        self._lock = open(self.path / LOCK, "w")  # noqa: SIM115
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
             raise UserError(f"{self.path} is being written by another process; wait") from None
+        remove_scratch(self.path)
         is_new = index is None or not extend
         self._index = new_index(self._settings) if index is None or is_new else index
         self._check_settings()
@@ -206,7 +210,7 @@ class StoreWriter:
             prefix = [self.samples, identity_of(state)]
             if prefix not in self._index["prefixes"]:
                 self._index["prefixes"].append(prefix)
-        replace_json(self.path / "index.json", self._index)
+        write_index(self.path, self._index)
         if complete:
             stamp(self.path)
 

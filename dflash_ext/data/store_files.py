@@ -7,6 +7,7 @@ bytes up to there.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ import numpy as np
 
 from dflash_ext.errors import UserError
 
-_FORMAT = 3
+_FORMAT = 4
 # name -> (dtype, what it has one value of); offsets have one value more.
 FILES: dict[str, tuple[Any, str]] = {
     "tokens.i32": (np.dtype("<i4"), "tokens"),
@@ -32,9 +33,24 @@ FILES: dict[str, tuple[Any, str]] = {
     "log.u64": (np.dtype("<u8"), "rows"),
     "outcomes.u16": (np.dtype("<u2"), "rows"),
 }
+LOCK, _SCRATCH = "writer.lock", ".*.json.*"
 _LARGE = ("tokens.i32", "mask.u8")
 _ALWAYS_VERIFIED = 64 << 20
 """Bytes up to which even the large files are checked at every open."""
+
+
+def is_store(path: Path | str) -> bool:
+    """Is it the folder of a store, whole or damaged? Its arrays tell: anything has an index."""
+    return any((Path(path) / name).exists() for name in FILES)
+
+
+def is_barely_begun(path: Path) -> bool:
+    """Does the folder hold nothing, or only what a writer killed before its first commit left?"""
+    return all(
+        fnmatch.fnmatch(file.name, _SCRATCH)
+        or (file.name in (*FILES, LOCK) and file.stat().st_size <= 8)  # the first offset
+        for file in path.iterdir()
+    )
 
 
 def content_key(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> int:
@@ -63,23 +79,29 @@ def read_index(path: Path) -> dict[str, Any] | None:
     """The checked index, or none where there is no index file."""
     try:
         index: dict[str, Any] = json.loads((path / "index.json").read_text())
-        if index["format"] == _FORMAT:
-            for state in (index["committed"], index["complete"] or index["committed"]):
-                counts = [int(state[k]) for k in ("samples", "tokens", "rows")]
-                counts += [int(state["crc32"][name]) for name in FILES]
-                assert min(counts) >= 0
-                assert isinstance(state["info"], dict)
-            assert isinstance(index["settings"], dict)
-            assert all(len(prefix) == 2 for prefix in index["prefixes"])
+        if index["format"] == _FORMAT and index.pop("crc32") != _checksum(index):
+            raise ValueError("it fails its checksum")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, KeyError, TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"{path}/index.json is damaged ({error!r}); prepare it again") from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}/index.json is damaged ({error!r}); remove {path} and prepare it again"
+        ) from None
     if index["format"] != _FORMAT:
         raise UserError(
-            f"{path} has store format {index['format']}, expected {_FORMAT}; prepare it again"
+            f"{path} has store format {index['format']}, expected {_FORMAT}; remove it and prepare "
+            "it again"
         )
     return index
+
+
+def write_index(path: Path, index: dict[str, Any]) -> None:
+    """Replace the index, with a checksum of its own: a changed digit is no other index."""
+    replace_json(path / "index.json", {**index, "crc32": _checksum(index)})
+
+
+def _checksum(index: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(index, sort_keys=True).encode())
 
 
 def identity_of(state: dict[str, Any]) -> str:
@@ -149,11 +171,21 @@ def read_stamp(path: Path) -> dict[str, list[int]]:
 def replace_json(path: Path, value: Any) -> None:
     """Write JSON under a temporary name, then give it its own: it is never seen half."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(scratch, "w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
+    try:
+        with open(scratch, "w") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def remove_scratch(path: Path) -> None:
+    """Delete what processes killed inside of `replace_json` left in the folder of a store."""
+    for scratch in path.glob(_SCRATCH):
+        scratch.unlink(missing_ok=True)
 
 
 def cache_key(parts: dict[str, Any]) -> str:

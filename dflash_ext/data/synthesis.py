@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_ext.data import decoding, store
+from dflash_ext.data import decoding, store, store_files
 from dflash_ext.data.decoding import (
     CHECK_EVERY,
     DROP_SHARE,
@@ -299,7 +299,7 @@ def synthesized_store(
     parts = {
         "model": model_identity(model),
         "options": options,
-        "code": code_version(__file__, decoding.__file__, store.__file__),
+        "code": code_version(__file__, decoding.__file__, store.__file__, store_files.__file__),
         "torch": torch.__version__,
         "tokenizer": identity(tokenizer, ChatOptions()),
     }

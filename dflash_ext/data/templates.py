@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from dflash_ext.data.formats import Message
@@ -18,6 +19,25 @@ from dflash_ext.errors import UserError
 
 # Survives trimming, contains nothing a template or a tokenizer's added tokens could react to.
 SENTINEL = "Zq7Sentinel7qZ"
+
+
+def load_tokenizer(target: str | None, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of a directory or hub id; none: the quickstart's. UserError if it fails."""
+    from transformers import AutoTokenizer
+
+    from dflash_ext.data.registry import smollm2_dir
+
+    path = target or str(smollm2_dir())
+    folder = Path(path)
+    # Without files transformers may invent an empty tokenizer from the model type alone.
+    if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
+        raise UserError(f"{path} holds no tokenizer: expected its files there, or another --target")
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    # A damaged tokenizer.json is a bare Exception, a missing library an ImportError, and so on.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"tokenizer of {path!r} cannot be loaded: {reason}") from error
 
 
 def check_tokenizer(tokenizer: Any) -> None:
