@@ -47,7 +47,7 @@ class Ranks:
     drafter_group: Any = None
     """Of all drafters; None if there is one."""
     table: list[dict[str, Any]] = field(default_factory=list)
-    """Of each rank: its role, host, process id and device."""
+    """Of each rank: its role, host, process id and device, and what its data go over."""
 
     @property
     def drafter(self) -> int | None:
@@ -191,8 +191,9 @@ def make_ranks(
             f"{topology.world_size} ranks, but {dist.get_world_size()} were started"
         )
     own = {"rank": rank, "role": topology.role(rank), "host": os.uname().nodename}
+    own |= {"pid": os.getpid(), "device": str(device), "data": "NCCL" if nccl else "gloo"}
     table: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(table, own | {"pid": os.getpid(), "device": str(device)})
+    dist.all_gather_object(table, own)
     timeout = timedelta(seconds=2 * config.topology.stall_seconds)
     one = torch.ones(1, device=device)
     pairs: dict[tuple[int, int], tuple[Any, Any]] = {}

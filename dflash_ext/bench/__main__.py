@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
+from typing import Any
 
-from dflash_ext.bench import attention, data, launch, once, pipeline, plot, step, tables
 from dflash_ext.errors import UserError, run_cli
 
-BENCHMARKS: dict[str, Callable[[list[str]], int | None]] = {
-    "attention": attention.main,
-    "data": data.main,
-    "launch": launch.main,
-    "once": once.main,
-    "pipeline": pipeline.main,
-    "plot": plot.main,
-    "step": step.main,
-    "tables": tables.main,
-}
+BENCHMARKS = ("attention", "data", "launch", "once", "pipeline", "plot", "step", "tables")
+"""Modules of this package; each has a `main(arguments)`."""
 
 
 def main() -> int | None:
     if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
         got = sys.argv[1] if len(sys.argv) > 1 else "nothing"
         raise UserError(f"benchmark {got!r} is unknown: expected one of {sorted(BENCHMARKS)}")
-    return BENCHMARKS[sys.argv[1]](sys.argv[2:])
+    benchmark: Any = importlib.import_module(f"dflash_ext.bench.{sys.argv[1]}")
+    code: int | None = benchmark.main(sys.argv[2:])
+    return code
 
 
 if __name__ == "__main__":

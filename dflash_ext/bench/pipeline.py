@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 import time
@@ -162,6 +163,7 @@ def alone(config: TrainConfig, first: int, count: int) -> dict[str, float]:
     right shape, so that the target rests. And the batches' tokens, in thousands.
     """
     device = resolve_device(config.device)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))  # as each of two ranks has
     target = load_target(config, str(config.target.path), device)
     side = build_side(config, Ranks(device=device), target)
     store = TokenStore.open(str(config.data.train))
