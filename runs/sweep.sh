@@ -5,6 +5,7 @@
 set -euo pipefail
 folder=$1 steps=$2 splits=$3 recipe=$4
 shift 4
+mkdir -p "$folder"
 for split in $splits; do
   run=$folder/${split/:/-to-}
   python -m dflash_ext.train "$recipe" --targets "${split%:*}" --drafters "${split#*:}" \
