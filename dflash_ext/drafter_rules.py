@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash_ext.errors import UserError
-from dflash_ext.ops.attention import HEAD_DIMS
+from dflash_ext.ops.attention import HEAD_DIMS, MAX_GQA_RATIO
 from dflash_ext.ops.layout import BLOCK_SIZES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -33,8 +33,15 @@ def _block_size(block_size: int) -> Problems:
 
 
 def _heads(num_heads: int, num_kv_heads: int) -> Problems:
-    if num_kv_heads > 0 and num_heads % num_kv_heads:
-        yield (f"drafter num_heads {num_heads} must be a multiple of num_kv_heads {num_kv_heads}")
+    if num_kv_heads < 1:
+        return
+    if num_heads % num_kv_heads:
+        yield f"drafter num_heads {num_heads} must be a multiple of num_kv_heads {num_kv_heads}"
+    elif num_heads > num_kv_heads * MAX_GQA_RATIO:
+        yield (
+            f"drafter num_heads {num_heads} for num_kv_heads {num_kv_heads} is not supported: at "
+            f"most {MAX_GQA_RATIO} query heads for each key-value head"
+        )
 
 
 def _width(hidden_size: int, target_hidden_size: int) -> Problems:

@@ -238,6 +238,8 @@ def check(options: Options, folder: Path) -> int:
         raise UserError("--check only reads one directory: leave the source, --out and --step out")
     if not folder.is_dir():
         raise UserError(f"--check {folder}: no such directory")
+    if not (folder / CONFIG).exists() and (folder / "export" / CONFIG).exists():
+        folder = folder / "export"  # of a run
     target = None
     if (name := options.target or _named_target(folder)) is not None:
         target = TargetFacts.read(name, trust_remote_code=options.trust_remote_code)

@@ -22,6 +22,7 @@ from dflash_ext.drafting import Drafting
 from dflash_ext.errors import UserError
 from dflash_ext.export import check_pairing, load_export, prove, read_export, save_export
 from dflash_ext.export_check import StoredDrafter
+from dflash_ext.export_proof import prove_forward
 from dflash_ext.generate import speculative_decode
 from dflash_ext.target import Target
 
@@ -273,6 +274,15 @@ def test_a_forward_that_differs_is_noticed(target, saved, tmp_path, fault, monke
     after = (folder / "config.json").read_bytes(), (folder / "model.safetensors").read_bytes()
     assert after == before
     assert [p.name for p in tmp_path.iterdir()] == ["e"]
+
+
+@pytest.mark.parametrize("window", [2047, 2049])
+def test_a_wide_window_that_is_off_by_one_is_noticed(target, tmp_path, window):
+    folder = save_export(trained(target, sliding_window=2048), tmp_path / "e", target=target)
+    stored = StoredDrafter(folder)
+    stored.config["sliding_window"] = window
+    with pytest.raises(UserError, match=r"at anchors \[0, 1, 7, 40, 2047, 2048, 2049\]"):
+        prove_forward(load_export(folder), stored, folder)
 
 
 def test_replaces_an_older_export(target, tmp_path):

@@ -398,6 +398,10 @@ CHECKS = {
         lambda c: c.update(head_dim=96),
         ["drafter head_dim 96 is not supported: use (64, 128, 256)"],
     ),
+    "head ratio": (
+        lambda c: c.update(num_attention_heads=34),
+        ["num_heads 34 for num_kv_heads 1 is not supported: at most 16 query heads"],
+    ),
     "heads": (
         lambda c: c.update(num_key_value_heads=3),
         ["num_heads 2 must be a multiple of num_kv_heads 3"],

@@ -106,7 +106,7 @@ def test_a_run_with_a_sliding_drafter_trains_exports_converts_and_decodes(world,
 
     other = tmp_path / "speculators"
     assert main([str(run), "--layout", "speculators", "--out", str(other)]) == 0
-    for folder in (run / "export", other):
+    for folder in (run, other):
         assert main(["--check", str(folder), "--target", str(world / "target")]) == 0
     a, b = load_export(run / "export"), load_export(other)
     assert a.config == b.config
