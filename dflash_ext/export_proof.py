@@ -37,17 +37,17 @@ class Passage:
 def passages(config: DrafterConfig) -> list[Passage]:
     """What is compared. T is the last anchor, so memory is that of 8,191 context rows at most.
 
-    A position p costs about p * 2**-24 rad of fp32 angle: far away only gross errors can be told,
-    so the window's edges are looked at from as near as they are.
+    A position p costs about p * 2**-24 rad of fp32 angle. Measured on a drafter of SmolLM2's widths
+    (5 layers, window 2048): 8e-6 at NEAR, 1e-4 at the window and at FAR; a window that is off by
+    one: 2e-2. The end of the positions tells only gross errors.
     """
     window = config.sliding_window if SLIDING in config.layer_types else None
-    near = set(NEAR)
-    if window is not None and window < FAR[-1]:
-        near |= {window - 1, window, window + 1}
+    edges = set() if window is None or window >= FAR[-1] else {window - 1, window, window + 1}
+    near = {*NEAR, *(edge for edge in edges if edge <= 64)}
     last = config.max_position_embeddings - config.block_size - 8
     return [
         Passage(tuple(sorted(near)), 0, 2e-4),
-        Passage((*NEAR[:2], *FAR), 0, 2e-3),
+        Passage(tuple(sorted({*NEAR[:2], *FAR} | edges - near)), 0, 2e-3),
         Passage((2, 8), max(last, 0), 2e-2),
     ]
 
