@@ -238,8 +238,7 @@ def check(options: Options, folder: Path) -> int:
         raise UserError("--check only reads one directory: leave the source, --out and --step out")
     if not folder.is_dir():
         raise UserError(f"--check {folder}: no such directory")
-    if not (folder / CONFIG).exists() and (folder / "export" / CONFIG).exists():
-        folder = folder / "export"  # of a run
+    folder = _export_in(folder)
     target = None
     if (name := options.target or _named_target(folder)) is not None:
         target = TargetFacts.read(name, trust_remote_code=options.trust_remote_code)
@@ -260,12 +259,17 @@ def check(options: Options, folder: Path) -> int:
     return 0
 
 
+def _export_in(folder: Path) -> Path:
+    """The export of a run, or of its best/, if `folder` is one; else `folder` itself."""
+    inner = folder / "export"
+    return inner if (inner / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder
+
+
 def _named_target(folder: Path) -> str | None:
     """The target that a run's resolved.json or the drafter itself names, if it is on this disk."""
-    names: list[Any] = []
-    for file in (folder / "resolved.json", folder.absolute().parent / "resolved.json"):
-        if file.is_file():
-            names.append(read_json(file).get("target"))
+    places = folder.absolute(), *folder.absolute().parents[:2]  # run, run/export, run/best/export
+    files = [place / "resolved.json" for place in places]
+    names: list[Any] = [read_json(file).get("target") for file in files if file.is_file()]
     if (folder / CONFIG).is_file():
         names.append(read_layout(read_config_json(folder)).label.name)
     return next((n for n in names if isinstance(n, str) and Path(n).is_dir()), None)
@@ -275,6 +279,8 @@ def convert(options: Options, source: Path) -> int:
     """Write a run's or another drafter in a layout; the exit code."""
     if options.out is None:
         raise UserError("--out is missing: give the directory to write")
+    if not (source / "resolved.json").is_file():
+        source = _export_in(source)
     if (source / CONFIG).is_file():
         if options.step is not None:
             raise UserError(f"--step is for a run, {source} is a drafter's directory")

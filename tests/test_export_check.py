@@ -526,6 +526,12 @@ def test_a_run_s_checkpoint_becomes_a_drafter_of_either_layout(world, target, tm
         for name, parameter in load_export(out).named_parameters():
             assert torch.equal(parameter, (weights[name] + step).bfloat16().float())
     assert DrafterConfig(**vars(read_export(out))) == drafter.config
+    shutil.copytree(world / "zlab", run / "best" / "export")  # names its target by the run
+    assert main([str(run / "best"), *arguments("speculators", tmp_path / "best")]) == 0
+    assert read_export(tmp_path / "best") == drafter.config
+    capsys.readouterr()
+    assert main(["--check", str(run / "best")]) == 0
+    assert f"fine, target {world / 't'}" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"no checkpoint of step 4: it has \[3, 10\]"):
         main([str(run), *arguments("zlab", tmp_path / "x"), "--step", "4"])
     (run / "resolved.json").write_text("{}")
