@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, for a machine with torch and no network: build, tests, benchmarks.
-# Usage: bash benchmarks/gpu.sh [tests] [attention] [launch] [step] [sanitizer] [ncu] [quickstart]
+# Usage: bash benchmarks/gpu.sh [tests] [attention] [launch] [fused] [step] [sanitizer] [ncu] [quickstart]
 # Results go to $OUT (default: here). Every line is in $OUT/gpu.log as it is printed, so a time limit
 # loses nothing; a failing step costs the script's exit code, not the steps after it.
 set -uo pipefail
@@ -51,6 +51,7 @@ run_step() {
       step picture 60 python3 -m dflash_ext.bench plot "$out/attention_h200.json" \
         "$out/attention_h200.png" ;;
     launch) step launch 60 python3 -m dflash_ext.bench launch --json "$out/launch_h200.json" ;;
+    fused) step fused 120 python3 -m dflash_ext.bench fused --json "$out/fused_h200.json" ;;
     step) # the composition beside it compiles flex_attention once a batch
       # shellcheck disable=SC2086
       step step "${STEP_SECONDS:-400}" python3 -m dflash_ext.bench step \

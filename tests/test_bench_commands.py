@@ -15,7 +15,7 @@ import pytest
 import torch
 from bench_cases import SMALL, small
 
-from dflash_ext.bench import anchors, attention, launch, plot, problem, tables, timing
+from dflash_ext.bench import anchors, attention, fused, launch, plot, problem, tables, timing
 from dflash_ext.bench.shapes import (
     TARGETS,
     Shape,
@@ -60,7 +60,7 @@ def test_bad_options(arguments: list[str], message: str) -> None:
         attention.main(arguments)
 
 
-@pytest.mark.parametrize("main", [attention.main, launch.main])
+@pytest.mark.parametrize("main", [attention.main, fused.main, launch.main])
 def test_no_gpu_is_said(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="torch sees no GPU here; use --device cpu"):
@@ -212,6 +212,40 @@ def test_launch_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "| build_layout |" in tables.docs(tmp_path)
     with pytest.raises(UserError, match="expected at least 1"):
         launch.main(["--device", "cpu", "--rounds", "0"])
+
+
+def test_row_wise_operators_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fused, "CPU", fused.Sizes(8, (64,), (48,), (2,), 64, 2**12))
+    kept = tmp_path / "fused_h200.json"
+    fused.main(["--device", "cpu", "--rounds", "1", "--json", str(kept)])
+    rows = json.loads(kept.read_text())["rows"]
+    assert [(r["op"], r["what"]) for r in rows] == [
+        ("rms_norm", "forward"),
+        ("add_rms_norm", "forward"),
+        ("rms_norm", "backward"),
+        ("add_rms_norm", "backward"),
+        ("add_rms_norm", "backward, norm again"),
+        ("swiglu", "forward"),
+        ("swiglu", "backward, activation again"),
+        ("head_norm_rope", "forward"),
+        ("head_norm_rope", "backward"),
+    ]
+    operand = 8 * 64 * 4  # bytes of one operand of a norm
+    assert [r["mb"] * 1e6 for r in rows[:5]] == [n * operand for n in (2, 4, 3, 4, 5)]
+    for row in rows:
+        assert row["over_copy"] == pytest.approx(row["gb_per_s"] / row["copy_gb_per_s"], rel=2e-3)
+    assert "| swiglu | backward, activation again | 8 × 48 |" in capsys.readouterr().out
+    assert "| head_norm_rope | forward | 8 × 2 × 64 |" in tables.docs(tmp_path)
+    with pytest.raises(UserError, match="expected at least 1"):
+        fused.main(["--device", "cpu", "--rounds", "0"])
+    real = fused.swiglu.swiglu_forward
+    monkeypatch.setattr(
+        fused.swiglu, "swiglu_forward", lambda g, u, out: real(g, u, out=out).neg_()
+    )
+    with pytest.raises(anchors.WrongResult, match="swiglu forward and its composition differ"):
+        fused.main(["--device", "cpu", "--rounds", "1"])
 
 
 def test_once_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

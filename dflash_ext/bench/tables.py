@@ -204,6 +204,10 @@ def launch_table(rows: Rows) -> str:
     return markdown(LAUNCH, rows)
 
 
+def fused_table(rows: Rows) -> str:
+    return markdown(FUSED, rows)
+
+
 def cpu_table(rows: Rows) -> str:
     return markdown(ATTENTION_CPU, rows)
 
@@ -262,6 +266,17 @@ def docs_attention(result: Row) -> str:
     return "\n\n".join(parts)
 
 
+FUSED: Columns = [
+    ("operator", "op", "{}"),
+    ("pass", "what", "{}"),
+    ("rows × width", "shape", "{}"),
+    ("MB moved", "mb", "{:.0f}"),
+    ("ms", "ms", "{:.3f}"),
+    ("GB/s", "gb_per_s", "{:.0f}"),
+    ("× copy", "over_copy", "{:.2f}"),
+    ("plain torch ms", "plain_ms", "{:.3f}"),
+    ("× plain", "over_plain", "{:.1f}"),
+]
 DATA: Columns = [(name, name, "{}") for name in ("what", "measured", "required")]
 
 # Result file, title, how to show it. An empty text leaves the section out.
@@ -289,6 +304,7 @@ README: Sections = [
 ]
 DOCS: Sections = [
     ("attention_h200.json", "Attention on the H200", docs_attention),
+    ("fused_h200.json", "Row-wise operators on the H200", lambda r: fused_table(r["rows"])),
     ("launch_h200.json", "Host time on the H200's machine", lambda r: launch_table(r["rows"])),
     ("launch_cpu.json", "Host time of the CPU operator", lambda r: launch_table(r["rows"])),
 ]

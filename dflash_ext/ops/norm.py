@@ -46,11 +46,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
     """`rms_norm` without autograd, into `out` [rows, H] if given (it may be x)."""
     _check(x, weight, eps)
+    if not rows.has_kernels(x):
+        return rows.written("out", out, _normed(x, weight, eps), x)
     out = rows.given_or_new("out", out, x)
-    if rows.has_kernels(x):
-        _launch_forward(x, None, weight, eps, out, out)
-    else:
-        out.copy_(_normed(x, weight, eps))
+    _launch_forward(x, None, weight, eps, out, out)
     return out
 
 
@@ -66,12 +65,11 @@ def add_rms_norm_forward(
     """`add_rms_norm` without autograd, into `out` and `total` if given (each may be an input)."""
     _check(x, weight, eps)
     rows.check_rows("residual", residual, tuple(x.shape), x)
+    if not rows.has_kernels(x):
+        total = rows.written("total", total, x + residual, x)
+        return rows.written("out", out, _normed(total, weight, eps), x), total
     out, total = rows.given_or_new("out", out, x), rows.given_or_new("total", total, x)
-    if rows.has_kernels(x):
-        _launch_forward(x, residual, weight, eps, out, total)
-    else:
-        total.copy_(x + residual)
-        out.copy_(_normed(total, weight, eps))
+    _launch_forward(x, residual, weight, eps, out, total)
     return out, total
 
 

@@ -61,12 +61,11 @@ def head_norm_rope_forward(
 ) -> Tensor:
     """`head_norm_rope` without autograd, into `out` [rows, heads, D] if given (it may be x)."""
     _check(x, weight, tables, eps)
+    if not rows.has_kernels(x):
+        z = torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps)
+        return rows.written("out", out, _rotated(z, tables.cos, tables.sin), x)
     out = rows.given_or_new("out", out, x)
-    if rows.has_kernels(x):
-        _C.head_norm_rope_fwd(**_shared(x, weight, tables, eps), **rows.operands(x=x, out=out))
-        return out
-    z = torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps)
-    out.copy_(_rotated(z, tables.cos, tables.sin))
+    _C.head_norm_rope_fwd(**_shared(x, weight, tables, eps), **rows.operands(x=x, out=out))
     return out
 
 
@@ -112,7 +111,7 @@ def _check(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> None:
         )
 
 
-def _shared(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> dict[str, float]:
+def _shared(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> dict[str, Any]:
     """The launch arguments of both kernels: no more than MAX_GROUP heads a program, evenly."""
     count, heads, D = x.shape
     groups = -(-heads // MAX_GROUP)

@@ -87,6 +87,14 @@ def given_or_new(name: str, out: Tensor | None, like: Tensor) -> Tensor:
     return out
 
 
+def written(name: str, out: Tensor | None, value: Tensor, like: Tensor) -> Tensor:
+    """`value` in the dtype of `like`; in `out`, checked, if that is given."""
+    if out is None:
+        return value.to(like.dtype)
+    check_rows(name, out, tuple(like.shape), like)
+    return out.copy_(value)
+
+
 def readable(grad: Tensor) -> Tensor:
     """A gradient as autograd brings it (expanded, transposed, misaligned), as rows."""
     grad = grad.contiguous()

@@ -32,9 +32,10 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_forward(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
     """`swiglu` without autograd, into `out` [rows, I] if given (it may be gate or up)."""
     _check(gate, up)
-    out = rows.given_or_new("out", out, gate)
     if not rows.has_kernels(gate):
-        return out.copy_(torch.nn.functional.silu(gate.float()).mul_(up))
+        act = torch.nn.functional.silu(gate.float()).mul_(up)
+        return rows.written("out", out, act, gate)
+    out = rows.given_or_new("out", out, gate)
     _C.swiglu_fwd(
         **rows.place(gate),
         **rows.operands(gate=gate, up=up, out=out),
