@@ -272,13 +272,20 @@ def _named_target(folder: Path) -> str | None:
     names: list[Any] = [read_json(file).get("target") for file in files if file.is_file()]
     if (folder / CONFIG).is_file():
         names.append(read_layout(read_config_json(folder)).label.name)
-    return next((n for n in names if isinstance(n, str) and Path(n).is_dir()), None)
+    return next((n for n in names if isinstance(n, str) and (Path(n) / CONFIG).is_file()), None)
 
 
 def convert(options: Options, source: Path) -> int:
     """Write a run's or another drafter in a layout; the exit code."""
     if options.out is None:
         raise UserError("--out is missing: give the directory to write")
+    if options.out.exists():  # it will be replaced as a whole
+        found = {p.name for p in options.out.iterdir()} if options.out.is_dir() else {"a file"}
+        if foreign := sorted(found - {CONFIG, WEIGHTS}):
+            raise UserError(
+                f"--out {options.out} is no drafter's directory, it holds {foreign[0]}: give a new "
+                "one"
+            )
     if not (source / "resolved.json").is_file():
         source = _export_in(source)
     if (source / CONFIG).is_file():
