@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, for a machine with torch and no network: build, tests, benchmarks.
-# Usage: bash benchmarks/gpu.sh [tests] [attention] [launch] [fused] [step] [sanitizer] [ncu] [quickstart]
+# Usage: bash benchmarks/gpu.sh [tests] [attention] [vocabulary] [launch] [fused] [step] [sanitizer]
+#   [ncu] [quickstart]
 # Results go to $OUT (default: here). Every line is in $OUT/gpu.log as it is printed, so a time limit
 # loses nothing; a failing step costs the script's exit code, not the steps after it.
 set -uo pipefail
@@ -50,6 +51,8 @@ run_step() {
         ${ATTENTION_OPTIONS:-}
       step picture 60 python3 -m dflash_ext.bench plot "$out/attention_h200.json" \
         "$out/attention_h200.png" ;;
+    vocabulary)
+      step vocabulary 240 python3 -m dflash_ext.bench vocabulary --json "$out/vocabulary_h200.json" ;;
     launch) step launch 60 python3 -m dflash_ext.bench launch --json "$out/launch_h200.json" ;;
     fused) step fused 120 python3 -m dflash_ext.bench fused --json "$out/fused_h200.json" ;;
     step) # the composition beside it compiles flex_attention once a batch

@@ -152,6 +152,14 @@ class Blocks:
         first[1:] = self.ctx_start[1:] != self.ctx_start[:-1]
         return first
 
+    @property
+    def predicting_rows(self) -> Tensor:
+        """int64 [R]: the target's packed row that predicts the token of each supervised slot.
+
+        The token of slot k stands at row a + k, so it is row a + k - 1 that predicts it.
+        """
+        return self.anchors[self.rows // self.block_size] + self.rows % self.block_size - 1
+
     def chunks(self, size: int) -> Iterator[Blocks]:
         """The same blocks in turns of at most `size`, on the CPU; turns without a label left out.
 

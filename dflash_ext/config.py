@@ -18,6 +18,7 @@ import tyro
 from dflash_ext.blocks import resolve_gamma
 from dflash_ext.drafter_rules import expand_layer_types
 from dflash_ext.errors import UserError
+from dflash_ext.loss import LossKind, check_loss
 from dflash_ext.ops.layout import BLOCK_SIZES
 
 REQUIRED = "(yours to give)"
@@ -111,11 +112,12 @@ class DrafterOptions:
 
 @dataclass(frozen=True)
 class LossOptions:
-    kind: Literal["ce", "dpace"] = "ce"
+    kind: LossKind = "ce"
+    """Of labels: ce, or dpace with its own weights; of the target's distribution: kl, lk."""
     gamma: str = "auto"
     """Decay of the slot weights: a positive number, "auto" (by block size) or "none" (uniform)."""
     alpha: float = 0.5
-    """Floor of D-PACE's per-slot acceptance."""
+    """Floor of D-PACE's per-slot acceptance; dpace only."""
     contiguous: bool = True
     """Stop supervising a block at its first unsupervised slot."""
     chunk_rows: int = 512
@@ -124,8 +126,10 @@ class LossOptions:
     def __post_init__(self) -> None:
         resolve_gamma(self.gamma, 16)  # raises for 0, negative, NaN or text
         _at_least(self, chunk_rows=1)
-        if not 0 <= self.alpha <= 1:
-            raise UserError(f"D-PACE alpha {self.alpha} must be from 0 to 1")
+        check_loss(self.kind, self.alpha)
+        idle = "gamma" if self.kind == "dpace" else "alpha"
+        if (given := getattr(self, idle)) != (own := getattr(LossOptions, idle)):
+            raise UserError(f"{idle} {given} is of no use to loss '{self.kind}': leave it at {own}")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ def predict_peak(
     config: DrafterConfig,
     batch: BatchOptions,
     *,
-    chunk_rows: int,
+    handed_width: int,
+    chunk_logits: int,
     drafter_parameters: int,
     target_parameters: int,
     bytes_per_value: int,
@@ -23,6 +24,8 @@ def predict_peak(
     """Bytes of each part of a step at its largest; their sum is the predicted peak.
 
     A function of the token budget and the blocks of one backward, never of the data.
+    `handed_width`: columns of a feature batch; `chunk_logits`: bytes of the loss's workspace
+    (`loss.workspace_bytes`).
     `bytes_per_value` of the compute dtype (2 or 4), `moments`: fp32 optimizer values per parameter
     (Muon 1, AdamW 2).
     Activations are the tensors that autograd keeps for one turn of blocks (layers.py says which it
@@ -39,11 +42,11 @@ def predict_peak(
     return {
         "target weights": target_parameters * w,
         "drafter weights, gradients, moments": drafter_parameters * 4 * (2 + moments) + cast,
-        "features": 2 * T * config.feature_width * w + T * 2 * H * w,
+        "features": 2 * T * handed_width * w + T * 2 * H * w,
         "drafter activations": config.num_layers * (T * per_context_row + rows * per_block_row)
         + rope,
         "one layer's backward": rows * (3 * F + 2 * H) * w,
-        "one chunk of logits": chunk_rows * config.vocab_size * (4 + w),
+        "one chunk of logits": chunk_logits,
     }
 
 

@@ -62,7 +62,7 @@ def slot_sums(output: LossOutput, blocks: Blocks) -> Tensor:
 def summarise(sums: Sequence[float], block_size: int) -> dict[str, float]:
     """Named metrics of summed `slot_sums` (host floats); a ratio without a denominator is absent.
 
-    loss: sum w*CE / sum w. accept_len: mean over blocks of the greedy matching prefix over
+    loss: sum w*loss / sum w. accept_len: mean over blocks of the greedy matching prefix over
     supervised slots, plus 1. full_block_rate: share of the fully supervised blocks matched to
     their last slot. accuracy/slot_k and recall@r/slot_k: over the supervised rows of slot k.
     """

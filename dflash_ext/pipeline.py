@@ -23,14 +23,13 @@ import torch
 from dflash_ext.batch import PackedBatch
 from dflash_ext.checkpoint import Progress
 from dflash_ext.config import TrainConfig
-from dflash_ext.drafter import DrafterConfig
 from dflash_ext.errors import FeatureError
 from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks
 from dflash_ext.samples import Samples
 from dflash_ext.target import Target
 from dflash_ext.topology import Handover, handovers
-from dflash_ext.trainer import Validation
+from dflash_ext.trainer import Trainer, Validation
 from dflash_ext.transfer import FeatureBatch
 
 STOP = -1
@@ -103,15 +102,16 @@ def refused(handover: Handover, error: Exception) -> FeatureError:
 class InProcess:
     """The target is in the drafter's own process: nothing travels."""
 
-    def __init__(self, target: Target, config: DrafterConfig, book: Book) -> None:
-        self._target, self._config, self._book = target, config, book
+    def __init__(self, target: Target, trainer: Trainer, book: Book) -> None:
+        self._target, self._book = target, book
+        self._taps = trainer.handed_taps
         self._capture = 0.0
 
     def take(self, handover: Handover) -> tuple[PackedBatch, FeatureBatch]:
         began, batch = time.perf_counter(), self._book.batch(handover)
         features = self._target.features(batch)
         try:
-            features.verify(batch, self._config.target_layer_ids, self._config.target_hidden_size)
+            features.verify(batch, self._taps, self._target.hidden_size)
         except FeatureError as error:
             raise refused(handover, error) from None
         self._capture += time.perf_counter() - began

@@ -103,6 +103,32 @@ def _check(
             raise UserError(f"sample {int(cost.argmin())} has a negative number of {name}")
 
 
+def plan_subbatches(lengths: Sequence[int], overhead: int) -> list[list[int]]:
+    """Split documents into padded sub-batches at the least total cost.
+
+    A sub-batch of n documents costs n * (its longest document) + `overhead` tokens. Sorted by
+    length an optimal split is contiguous, so dynamic programming over the cut points is exact.
+    The padded total never exceeds sum(lengths) + overhead * len(lengths), and no sub-batch exceeds
+    sum(lengths): so the token budget bounds a forward's memory, padding and all.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    cost = np.zeros(len(order) + 1, dtype=np.int64)
+    cut = np.zeros(len(order) + 1, dtype=np.int64)
+    longest = np.array([lengths[i] for i in order], dtype=np.int64)
+    most = longest.sum()
+    for end in range(1, len(order) + 1):
+        padded = (end - np.arange(end)) * longest[:end]
+        total = np.where(padded <= most, cost[:end] + padded + overhead, np.iinfo(np.int64).max)
+        cut[end] = int(total.argmin())
+        cost[end] = total[cut[end]]
+    plan: list[list[int]] = []
+    end = len(order)
+    while end > 0:
+        plan.append(order[cut[end] : end])
+        end = int(cut[end])
+    return plan[::-1]
+
+
 def batch_at(step: int, batches_in: Callable[[int], int]) -> tuple[int, int]:
     """(epoch, index in the epoch) of a step counted from 0 over all epochs.
 

@@ -13,9 +13,11 @@ import torch
 from dflash_ext.batch import PackedBatch
 from dflash_ext.blocks import Blocks
 from dflash_ext.drafter import DrafterConfig
+from dflash_ext.loss import head_products
 from dflash_ext.pipeline import Waits
 from dflash_ext.target import Target, decoder_layers
 from dflash_ext.topology import Topology
+from dflash_ext.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class TargetCost:
     @classmethod
     def of(cls, target: Target) -> TargetCost:
         text = target.model.config.get_text_config()
-        count = max(target.tap_ids) + 1
+        count = max(target.handed_taps) + 1
         layers = list(decoder_layers(target.model, target.num_layers))[:count]
         # Of a mixture's experts a token passes a few.
         experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
@@ -48,13 +50,13 @@ class TargetCost:
         return float(batch.num_tokens * self.per_token + self.per_pair * (n * (n + 1) / 2).sum())
 
 
-def drafter_operations(config: DrafterConfig, blocks: Blocks) -> float:
+def drafter_operations(config: DrafterConfig, blocks: Blocks, products: int = 2) -> float:
     """Of one micro-batch, forward and backward: of what the loss depends on, nothing twice.
 
     Context rows that no block sees are not encoded; mask slots enter the first layer alike, so one
     row is projected for all; behind the last attention only supervised rows count. Features and
     the head get no gradient, so `fc` lacks one product of three and the head another. Windows are
-    not taken off.
+    not taken off. `products` are the head's for each supervised row (`loss.head_products`).
     """
     H, D, L, B = config.hidden_size, config.head_dim, config.num_layers, config.block_size
     kv, q = config.num_kv_heads * D, config.num_heads * D
@@ -64,7 +66,7 @@ def drafter_operations(config: DrafterConfig, blocks: Blocks) -> float:
     outputs = 6 * (R + (L - 1) * N * B) * H * (q + 3 * config.intermediate_size)
     visible = float((blocks.ctx_end - blocks.ctx_start).double().sum()) + N * B
     attention = 3.5 * 4 * q * B * visible * L
-    head = R * 4 * config.vocab_size * H
+    head = R * 2 * products * config.vocab_size * H
     return float(context + inputs + outputs + attention + head)
 
 
@@ -98,7 +100,7 @@ class Tally:
 
     def count(
         self,
-        config: DrafterConfig,
+        trainer: Trainer,
         cost: TargetCost,
         batch: PackedBatch,
         blocks: Blocks,
@@ -108,7 +110,9 @@ class Tally:
         self.tokens += batch.num_tokens / draws
         self.anchors += blocks.num_blocks
         self.target_tera += cost.batch(batch) / draws / 1e12
-        self.drafter_tera += drafter_operations(config, blocks) / 1e12
+        products = head_products(trainer.config.loss.kind)
+        operations = drafter_operations(trainer.drafter.config, blocks, products)
+        self.drafter_tera += operations / 1e12
 
     def values(self) -> list[float]:
         own = [getattr(self, f.name) for f in fields(self) if f.name != "waits"]

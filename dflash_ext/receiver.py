@@ -76,10 +76,11 @@ class Receiver:
     ) -> None:
         """expected: this drafter's own hand-overs, in order. All memory is allocated here."""
         config, options = trainer.drafter.config, trainer.config.batch
-        self._ranks, self._expected, self._book, self._config = ranks, expected, book, config
+        self._ranks, self._expected, self._book = ranks, expected, book
+        self._taps, self._tap_width = trainer.handed_taps, config.target_hidden_size
         self._dtype = trainer.embedding.dtype
-        self._header_size = Announcement.size(options.max_documents, len(config.target_layer_ids))
-        shape = (options.token_budget, config.feature_width)
+        self._header_size = Announcement.size(options.max_documents, len(trainer.handed_taps))
+        shape = (options.token_budget, trainer.handed_width)
         self._buffers = [
             torch.empty(shape, dtype=self._dtype, device=ranks.device) for _ in range(buffers)
         ]
@@ -135,7 +136,7 @@ class Receiver:
             free.wait()
             work: Any = dist.irecv(arrival.place, src=source, group=data, tag=DATA)
             work.wait()  # the stream's, not this thread's
-            found = _content_flags(arrival.place, len(self._config.target_layer_ids))
+            found = _content_flags(arrival.place, len(self._taps))
             flags.copy_(found, non_blocking=True)
             ready.record()
         return _Fetched(flags, ready)
@@ -166,7 +167,7 @@ class Receiver:
         return batch, features
 
     def _verified(self, arrival: _Arrival) -> FeatureBatch:
-        batch, config = arrival.batch, self._config
+        batch = arrival.batch
         told = Announcement.decode(arrival.header)
         self._reported.room += told.waited
         self._reported.elapsed += told.elapsed
@@ -183,7 +184,7 @@ class Receiver:
         features = FeatureBatch(
             announced, told.tap_ids, told.sample_ids, told.token_hash, told.rows
         )
-        features.verify_origin(batch, config.target_layer_ids, config.target_hidden_size)
+        features.verify_origin(batch, self._taps, self._tap_width)
         place = self._buffers[arrival.buffer][: batch.num_tokens]
         if arrival.fetched is not None:
             fetched = arrival.fetched.result()

@@ -27,7 +27,7 @@ class Sender:
     """A target's side of every hand-over."""
 
     def __init__(self, ranks: Ranks, target: Target, options: BatchOptions) -> None:
-        self._ranks, taps = ranks, len(target.tap_ids)
+        self._ranks, taps = ranks, len(target.handed_taps)
         self._header_size = Announcement.size(options.max_documents, taps)
         self._buffers = [
             torch.empty(

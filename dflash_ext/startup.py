@@ -17,6 +17,7 @@ from dflash_ext.checkpoint import Progress, read_progress
 from dflash_ext.config import TrainConfig
 from dflash_ext.errors import UserError
 from dflash_ext.initialise import build_drafter, export_taps
+from dflash_ext.loss import needs_teacher, workspace_bytes
 from dflash_ext.memory import largest_batch, predict_peak
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import DrafterOptimizer
@@ -25,6 +26,7 @@ from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks
 from dflash_ext.shield import shield
 from dflash_ext.target import DTYPES, Target
+from dflash_ext.teacher import final_norm
 from dflash_ext.topology import Course
 from dflash_ext.trainer import Trainer
 from dflash_ext.transfer import FeatureBatch
@@ -44,7 +46,10 @@ def load_target(config: TrainConfig, path: str, device: torch.device) -> Target:
     automatic = "bf16" if device.type == "cuda" else "fp32"
     dtype = automatic if config.target.dtype == "auto" else config.target.dtype
     taps = config.target.tap_ids or export_taps(config.drafter)
-    return _shielded_target(config, path, device, dtype, taps)
+    target = _shielded_target(config, path, device, dtype, taps)
+    if needs_teacher(config.loss.kind):
+        target.hand_over_last_layer()
+    return target
 
 
 def fp32_target(
@@ -98,7 +103,8 @@ def build_side(config: TrainConfig, ranks: Ranks, target: Target) -> Side:
     """Drafter and optimizer of a drafter's rank: the same on all of them, to the bit."""
     torch.manual_seed(config.seed)
     drafter = build_drafter(config.drafter, config.target, target)
-    trainer = Trainer(target.vocabulary(), drafter, config)
+    norm = final_norm(target) if needs_teacher(config.loss.kind) else None
+    trainer = Trainer(target.vocabulary(), drafter, config, norm)
     Replicas(ranks.drafter_group, drafter).synchronise()
     group = ranks.drafter_group
     if not config.topology.shard or group is None:  # one drafter has nothing to share
@@ -174,7 +180,14 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
     parts = predict_peak(
         config,
         batch,
-        chunk_rows=trainer.config.loss.chunk_rows,
+        handed_width=trainer.handed_width,
+        chunk_logits=workspace_bytes(
+            trainer.config.loss.kind,
+            trainer.config.loss.chunk_rows,
+            trainer.head.shape[0],
+            trainer.embedding.dtype,
+            trainer.device,
+        ),
         drafter_parameters=sum(p.numel() for p in trainer.drafter.parameters()),
         target_parameters=weights,
         bytes_per_value=trainer.embedding.element_size(),
@@ -182,7 +195,7 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
     )
     if buffers:
         parts["target weights"] = trainer.embedding.nbytes + trainer.head.nbytes
-        one = batch.token_budget * config.feature_width * trainer.embedding.element_size()
+        one = batch.token_budget * trainer.handed_width * trainer.embedding.element_size()
         parts["feature buffers"] = buffers * one
     text = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in parts.items())
     where = " of a drafter's rank" if buffers else ""
@@ -252,6 +265,6 @@ def rehearse(
 
 
 def _ones(trainer: Trainer, rows: int) -> FeatureBatch:
-    config, like = trainer.drafter.config, trainer.embedding
-    ones = torch.ones(rows, config.feature_width, dtype=like.dtype, device=like.device)
-    return FeatureBatch(ones, config.target_layer_ids, (), "", rows)
+    like = trainer.embedding
+    ones = torch.ones(rows, trainer.handed_width, dtype=like.dtype, device=like.device)
+    return FeatureBatch(ones, trainer.handed_taps, (), "", rows)

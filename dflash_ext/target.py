@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from dflash_ext.batch import PackedBatch
 from dflash_ext.errors import UserError
 from dflash_ext.mask_token import named_token_ids, resolve_mask_token_id
-from dflash_ext.transfer import FeatureBatch
+from dflash_ext.plan import plan_subbatches
+from dflash_ext.transfer import FeatureBatch, with_last_layer
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class _Capture:
 
     rows: Tensor | None
     """int64 [t]: rows of the flattened padded batch to keep, or None for all of them."""
-    stop: bool
+    stop: int | None
+    """The tap after which the forward ends."""
     taps: dict[int, Tensor] = field(default_factory=dict)
     """tap id -> [t, Ht]."""
 
@@ -73,32 +75,6 @@ def check_tap_ids(tap_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
             f"(the target has {num_layers} decoder layers), got {wrong or list(ids)}"
         )
     return ids
-
-
-def plan_subbatches(lengths: Sequence[int], overhead: int) -> list[list[int]]:
-    """Split documents into padded sub-batches at the least total cost.
-
-    A sub-batch of n documents costs n * (its longest document) + `overhead` tokens. Sorted by
-    length an optimal split is contiguous, so dynamic programming over the cut points is exact.
-    The padded total never exceeds sum(lengths) + overhead * len(lengths), and no sub-batch exceeds
-    sum(lengths): so the token budget bounds a forward's memory, padding and all.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    cost = np.zeros(len(order) + 1, dtype=np.int64)
-    cut = np.zeros(len(order) + 1, dtype=np.int64)
-    longest = np.array([lengths[i] for i in order], dtype=np.int64)
-    most = longest.sum()
-    for end in range(1, len(order) + 1):
-        padded = (end - np.arange(end)) * longest[:end]
-        total = np.where(padded <= most, cost[:end] + padded + overhead, np.iinfo(np.int64).max)
-        cut[end] = int(total.argmin())
-        cost[end] = total[cut[end]]
-    plan: list[list[int]] = []
-    end = len(order)
-    while end > 0:
-        plan.append(order[cut[end] : end])
-        end = int(cut[end])
-    return plan[::-1]
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
@@ -191,9 +167,20 @@ class Target:
         self._local = threading.local()
         self._cache_argument = cache_argument(model)
         self._can_cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        layers = decoder_layers(model, self.num_layers)
+        self._layers = decoder_layers(model, self.num_layers)
+        self.handed_taps = self.tap_ids
+        """Taps of a feature batch."""
         for tap in self.tap_ids:
-            layers[tap].register_forward_hook(self._hook(tap, last=tap == max(self.tap_ids)))
+            self._layers[tap].register_forward_hook(self._hook(tap))
+
+    def hand_over_last_layer(self) -> None:
+        """Give every feature batch one tap more, at its end: the last layer's output.
+
+        Once; no forward of `features` ends before that layer then.
+        """
+        if self.num_layers - 1 not in self.tap_ids:
+            self._layers[-1].register_forward_hook(self._hook(self.num_layers - 1))
+        self.handed_taps = with_last_layer(self.tap_ids, self.num_layers)
 
     @classmethod
     def load(
@@ -280,7 +267,7 @@ class Target:
             )
         return self._vocabulary
 
-    def _hook(self, tap: int, *, last: bool) -> Callable[..., None]:
+    def _hook(self, tap: int) -> Callable[..., None]:
         # Not `self`: the model would hold what holds it, and stay on its device when let go.
         local, width = self._local, self.hidden_size
 
@@ -297,7 +284,7 @@ class Target:
             rows = hidden.reshape(-1, width)
             # Selecting copies, so that an in-place operation of a later layer cannot reach it.
             capture.taps[tap] = rows.clone() if capture.rows is None else rows[capture.rows]
-            if last and capture.stop:
+            if tap == capture.stop:
                 raise _LastTapReached
 
         return take
@@ -322,7 +309,7 @@ class Target:
         lengths, starts = batch.lengths().tolist(), batch.doc_starts.tolist()
         width = self.hidden_size
         out = torch.empty(
-            batch.num_tokens, len(self.tap_ids) * width, device=self.device, dtype=self.dtype
+            batch.num_tokens, len(self.handed_taps) * width, device=self.device, dtype=self.dtype
         )
         # One more forward costs about as much as this many tokens (kernel launches on a GPU).
         overhead = 512 if self.device.type == "cuda" else 32
@@ -333,17 +320,19 @@ class Target:
                 ids[row, : lengths[doc]] = batch.input_ids[starts[doc] : starts[doc + 1]]
             packed = torch.cat([torch.arange(starts[d], starts[d + 1]) for d in docs])
             padded = torch.cat([torch.arange(lengths[d]) + r * longest for r, d in enumerate(docs)])
-            capture = _Capture(padded.to(self.device, non_blocking=True), stop=True)
+            capture = _Capture(
+                padded.to(self.device, non_blocking=True), stop=max(self.handed_taps)
+            )
             self._run(
                 capture,
                 input_ids=ids.to(self.device, non_blocking=True),
                 position_ids=torch.arange(longest, device=self.device).expand(len(docs), -1),
                 use_cache=False,
             )
-            taps = torch.cat([capture.taps[tap] for tap in self.tap_ids], dim=-1)
+            taps = torch.cat([capture.taps[tap] for tap in self.handed_taps], dim=-1)
             out.index_copy_(0, packed.to(self.device, non_blocking=True), taps)
         return FeatureBatch(
-            out, self.tap_ids, batch.sample_ids, batch.token_hash(), batch.num_tokens
+            out, self.handed_taps, batch.sample_ids, batch.token_hash(), batch.num_tokens
         )
 
     @property
@@ -384,7 +373,7 @@ class Target:
             keywords["attention_mask"] = mask
         if last_only and self._can_cut_logits:
             keywords["logits_to_keep"] = 1
-        capture = _Capture(None, stop=False) if taps else None
+        capture = _Capture(None, stop=None) if taps else None
         output = self._run(capture, input_ids=input_ids, position_ids=positions, **keywords)
         logits = output.logits[:, -1:] if last_only else output.logits
         features = torch.cat([capture.taps[t] for t in self.tap_ids], -1) if capture else None

@@ -129,7 +129,7 @@ def _train(
         train_set, held_out = given or synthesise(config, target, monitor)
     data = settle(config, ranks, folder, checkpoint, target, (train_set, held_out), monitor)
     train_set, held_out, schedule = data
-    row_bytes = len(target.tap_ids) * target.hidden_size * target.dtype.itemsize
+    row_bytes = len(target.handed_taps) * target.hidden_size * target.dtype.itemsize
     book = Book(train_set, schedule, Validation(config, held_out, row_bytes))
     checkpoint, progress, steps = whereabouts(config, ranks, schedule, checkpoint, monitor)
     job = Job(config, ranks, monitor, folder, book, steps, TargetCost.of(target))
@@ -152,7 +152,7 @@ def _train(
     release(ranks.device)
     source: Source
     if kept is not None:
-        source = InProcess(kept, side.trainer.drafter.config, book)
+        source = InProcess(kept, side.trainer, book)
     else:
         source = Receiver(ranks, own, book, side.trainer, buffers=config.topology.buffers)
     watch.doing(REHEARSING, patience=4)
@@ -264,7 +264,7 @@ def loop(
                         draw=draw,
                     )
                     blocks = trainer.blocks(batch, anchors)
-                    tally.count(trainer.drafter.config, job.cost, batch, blocks, course.draws)
+                    tally.count(trainer, job.cost, batch, blocks, course.draws)
                     if blocks.num_rows:
                         sums += trainer.micro_step(features, batch, blocks)
             position += 1

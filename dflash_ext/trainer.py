@@ -20,14 +20,14 @@ from dflash_ext.config import TrainConfig
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError
 from dflash_ext.layers import fixed_weights
-from dflash_ext.loss import LossOutput, vocabulary_loss, vocabulary_topk
+from dflash_ext.loss import LossOutput, Teacher, needs_teacher, vocabulary_loss, vocabulary_topk
 from dflash_ext.metrics import TREE_BUDGETS, slot_sums, summarise, sums_size, tree_sums
 from dflash_ext.placement import to_device
 from dflash_ext.plan import plan_epoch
 from dflash_ext.samples import Samples
 from dflash_ext.shield import shield
 from dflash_ext.target import Vocabulary
-from dflash_ext.transfer import FeatureBatch
+from dflash_ext.transfer import FeatureBatch, with_last_layer
 
 KEPT_FEATURE_BYTES = 512 * 2**20
 """Validation features up to this size are computed once and kept."""
@@ -42,6 +42,8 @@ class Inputs(NamedTuple):
     """[T, K*Ht] of the rows that some block sees."""
     positions: Tensor
     """int64 [T], inside the documents."""
+    teacher: Teacher | None
+    """For losses against the target's distribution."""
 
 
 class DrafterForward(nn.Module):
@@ -54,7 +56,7 @@ class DrafterForward(nn.Module):
 
     def forward(self, embeds: Tensor, inputs: Inputs, rows: Tensor | None) -> Tensor:
         """Hidden rows [R, H], or [N*B, H] without `rows`, of embeddings [N+1, H]."""
-        blocks, features, positions = inputs
+        blocks, features, positions, _ = inputs
         return self.drafter(
             embeds,
             self.drafter.encode_context(features),
@@ -68,16 +70,41 @@ class DrafterForward(nn.Module):
 class Trainer:
     """The drafter's side of a step."""
 
-    def __init__(self, vocabulary: Vocabulary, drafter: Drafter, config: TrainConfig) -> None:
-        """vocabulary: the target's embedding and head, on the drafter's device."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        drafter: Drafter,
+        config: TrainConfig,
+        final_norm: nn.Module | None = None,
+    ) -> None:
+        """vocabulary: the target's embedding and head, on the drafter's device.
+
+        final_norm: the target's (`teacher.final_norm`), for losses against its distribution.
+        """
+        assert needs_teacher(config.loss.kind) == (final_norm is not None)
         self.drafter, self.config = drafter, config
         self.embedding, self.head = vocabulary
+        self.final_norm = final_norm
         self.gamma = resolve_gamma(config.loss.gamma, drafter.config.block_size)
         self.forward = DrafterForward(drafter)
 
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+    @property
+    def handed_taps(self) -> tuple[int, ...]:
+        """Taps of a feature batch: the drafter's own and, for some losses, the target's last."""
+        config = self.drafter.config
+        if self.final_norm is None:
+            return config.target_layer_ids
+        assert config.num_target_layers is not None  # `build_drafter` knows it from the target
+        return with_last_layer(config.target_layer_ids, config.num_target_layers)
+
+    @property
+    def handed_width(self) -> int:
+        """Columns of a feature batch."""
+        return len(self.handed_taps) * self.drafter.config.target_hidden_size
 
     def blocks(self, batch: PackedBatch, anchors: Tensor) -> Blocks:
         """Blocks of the anchors on the CPU. UserError if a token is outside the vocabulary."""
@@ -98,13 +125,19 @@ class Trainer:
 
     def inputs(self, features: FeatureBatch, batch: PackedBatch, blocks: Blocks) -> Inputs:
         """`blocks`, which are on the CPU, and the part of the context that they see."""
+        own, teacher = self.drafter.config.feature_width, None
+        values, last = features.features[:, :own], features.features[:, own:]
+        if self.final_norm is not None:
+            predicting = to_device(blocks.predicting_rows, last.device)
+            teacher = Teacher(last, predicting, self.final_norm)
         rows, blocks = blocks.narrowed(self.drafter.config.context_window)
-        values, positions = features.features, batch.positions()[rows]
+        positions = batch.positions()[rows]
         if isinstance(rows, slice):
             seen = values[rows]
         else:
             seen = values.index_select(0, to_device(rows, values.device))
-        return Inputs(blocks.to(values.device), seen, to_device(positions, values.device))
+        positions = to_device(positions, values.device)
+        return Inputs(blocks.to(values.device), seen, positions, teacher)
 
     def hidden(self, inputs: Inputs, *, supervised: bool) -> Tensor:
         """The drafter's rows: [R, H] of the supervised slots, or [N*B, H]."""
@@ -112,9 +145,9 @@ class Trainer:
         embeds = F.embedding(blocks.input_ids, self.embedding)
         return self.forward(embeds, inputs, blocks.rows if supervised else None)
 
-    def loss(self, hidden: Tensor, blocks: Blocks) -> LossOutput:
+    def loss(self, hidden: Tensor, inputs: Inputs) -> LossOutput:
         """The objective over the supervised rows [R, H]."""
-        options = self.config.loss
+        options, blocks = self.config.loss, inputs.blocks
         return vocabulary_loss(
             hidden,
             self.head,
@@ -124,6 +157,7 @@ class Trainer:
             kind=options.kind,
             alpha=options.alpha,
             chunk_rows=options.chunk_rows,
+            teacher=inputs.teacher,
         )
 
     def no_sums(self) -> Tensor:
@@ -139,7 +173,7 @@ class Trainer:
         with fixed_weights(self.drafter):
             for part in blocks.chunks(self.config.batch.blocks_at_once):
                 inputs = self.inputs(features, batch, part)
-                output = self.loss(self.hidden(inputs, supervised=True), inputs.blocks)
+                output = self.loss(self.hidden(inputs, supervised=True), inputs)
                 output.numerator.backward()
                 total += slot_sums(output, inputs.blocks)
         return total
@@ -235,7 +269,7 @@ class Validation:
             blocks = trainer.blocks(batch, anchors)
             inputs = trainer.inputs(features, batch, blocks)
             hidden = trainer.hidden(inputs, supervised=False)
-            output = trainer.loss(hidden.index_select(0, inputs.blocks.rows), inputs.blocks)
+            output = trainer.loss(hidden.index_select(0, inputs.blocks.rows), inputs)
             sums += slot_sums(output, inputs.blocks)
             slots = hidden.view(-1, B, hidden.shape[-1])[:, 1:].flatten(0, 1)
             log_probs, ids = vocabulary_topk(slots, head, top, chunk_rows=chunk_rows)

@@ -18,10 +18,20 @@ from dflash_ext.errors import FeatureError
 from dflash_ext.watch import short_ids
 
 
+def with_last_layer(tap_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Taps of a feature batch for a loss that needs the target's last layer: it comes at the end.
+
+    A second time, if it is a tap of the drafter's too.
+    """
+    return (*tap_ids, num_layers - 1)
+
+
 @dataclass(frozen=True)
 class FeatureBatch:
     features: Tensor
-    """bf16 or fp32 [T, K*Ht] on the target's device: rows in packed order, taps as in `tap_ids`."""
+    """bf16 or fp32 [T, K*Ht] on the target's device: rows in packed order, taps as in `tap_ids`.
+
+    For losses against the target's distribution the last tap is its last layer."""
     tap_ids: tuple[int, ...]
     """Decoder layers whose outputs were taken."""
     sample_ids: tuple[int, ...]

@@ -139,6 +139,7 @@ def test_report_covers_every_variant_built() -> None:
     vocabulary = [
         f"vocabulary_{k}_{x}" for k in ("statistics", "gradient") for x in ("f32", "bf16")
     ]
+    vocabulary += ["vocabulary_kl", "vocabulary_lk"]
     row_wise = ("rms_norm_fwd_4096", "rms_norm_fwd_8192", "rms_norm_bwd_4096", "rms_norm_bwd_8192")
     alone = ("attention_layout", "swiglu_fwd", "swiglu_bwd", *row_wise, *vocabulary)
     expected |= {(k, 0, sm) for k in alone for sm in architectures}

@@ -311,3 +311,20 @@ print(json.dumps(dict(first=first, grid=g.grid, params=[p & 0xFFFFFFFF for p in 
     assert r["grid"] == 30720
     assert r["params"] == [4096, 4096, 8, 12, 20, 28, 151936, 151931, 0, 0]
     assert r["launched_for_no_rows"] == 0
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk"])
+def test_kernels_of_losses_against_the_target(stub: dict[str, Path], loss: str) -> None:
+    script = f"""
+stub.stub_expect_params(11)
+_C.vocabulary_{loss}(device=0, stream=5, head_dim=0, logits_ptr=4096, teacher_ptr=8192, grad_ptr=4096, lse_ptr=4,
+    teacher_lse_ptr=12, weights_ptr=20, loss_ptr=28, row_stride=48, V=33, num_rows=7)
+r = last()
+print(json.dumps(dict(grid=r.grid, symbol=stub.stub_load(r.load).contents.symbol.decode(),
+                      params=[p & 0xFFFFFFFF for p in r.params][:11])))
+"""
+    assert result(run(stub["plain"], script)) == {
+        "grid": 7,
+        "symbol": f"{loss}_kernel",
+        "params": [4096, 8192, 4096, 4, 12, 20, 28, 48, 33, 0, 0],
+    }

@@ -35,7 +35,7 @@ from tiny_targets import one_thread  # noqa: F401
 
 from dflash_ext import launch
 from dflash_ext.checkpoint import checkpoints, read_progress
-from dflash_ext.config import EvalOptions
+from dflash_ext.config import EvalOptions, LossOptions
 from dflash_ext.launch import start_local
 from dflash_ext.train import train
 from dflash_ext.watch import INTERRUPTED
@@ -104,6 +104,20 @@ def test_two_targets_and_a_drafter_are_one_process_to_the_bit(world, tmp_path):
         assert record["ktok_s"] > 0
     exported = [load_file(f / "export/model.safetensors") for f in (alone, ranks)]
     assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
+
+
+def test_the_last_layer_travels_for_losses_that_read_the_target(world, tmp_path):
+    alone, ranks, labels = (tmp_path / name for name in ("alone", "ranks", "labels"))
+    soft = {"loss": LossOptions(kind="lk", chunk_rows=64)}
+    assert train(run_config(world, alone, **soft)) == 0
+    assert start(run_config(world, ranks, 1, 1, **soft)) == 0
+    assert_same_run(alone, ranks)
+    assert train(run_config(world, labels)) == 0
+    assert records(alone)[0]["loss"] != records(labels)[0]["loss"]
+    for kind in ("train", "validation"):
+        for record in records(alone, kind):
+            assert record["loss"] > 0
+            assert record["accept_len"] >= 1
 
 
 def test_five_to_three_uses_each_sample_once(world, tmp_path):

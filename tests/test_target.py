@@ -13,13 +13,13 @@ from tiny_targets import COMMON, FAMILIES, VOCAB, one_thread, tiny_model, tiny_t
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.errors import UserError
+from dflash_ext.plan import plan_subbatches
 from dflash_ext.startup import release
 from dflash_ext.target import (
     Target,
     check_tap_ids,
     decoder_layers,
     default_tap_ids,
-    plan_subbatches,
     resolve_mask_token_id,
 )
 

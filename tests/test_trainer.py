@@ -217,7 +217,7 @@ def test_wrong_features_are_never_trained_on(tmp_path, monkeypatch):
     """Requirement 8 where target and drafter share a process."""
     trainer = trainer_of()
     book = book_of(trainer, store_of(tmp_path, [[1] * 9, [1] * 9]))
-    source = InProcess(trainer.target, trainer.drafter.config, book)
+    source = InProcess(trainer.target, trainer, book)
     first, second = (Handover("train", i, 0, 0) for i in range(2))
     good, foreign = (trainer.target.features(book.batch(h)) for h in (first, second))
     batch, features = source.take(first)
@@ -357,7 +357,8 @@ def test_predicted_activations_are_what_autograd_keeps(dtype, T, N):
     parts = predict_peak(
         drafter.config,
         BatchOptions(token_budget=T, anchor_budget=N),
-        chunk_rows=1,
+        handed_width=drafter.config.feature_width,
+        chunk_logits=0,
         drafter_parameters=count,
         target_parameters=0,
         bytes_per_value=features.element_size(),

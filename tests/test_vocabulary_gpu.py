@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from test_soft_labels import NAIVE
 from torch import Tensor
 
-from dflash_ext.loss import vocabulary_loss
+from dflash_ext.loss import LOSSES, Teacher, needs_teacher, vocabulary_loss
 from dflash_ext.ops import vocabulary as operator
 from dflash_ext.ops.vocabulary import logits_buffer, new_statistics
 
@@ -149,16 +150,53 @@ def test_one_chunk_of_logits_is_all_the_memory():
     assert taken <= chunk * (V + 16) * 4 + R * H * 2 + per_row + 2**20
 
 
-@pytest.mark.parametrize("kind", ["ce", "dpace"])
+@pytest.mark.parametrize("kind", ["kl", "lk"])
+def test_losses_against_the_target_are_within_twice_torch_s_error(kind):
+    torch.manual_seed(0)
+    R, H, V = 200, 256, 4_099
+    hidden, last = torch.randn(2, R, H, device=CUDA, dtype=torch.float64) * 0.2
+    head = torch.randn(V, H, device=CUDA, dtype=torch.float64) * 0.2
+    labels, weights = torch.randint(V, (R,), device=CUDA), torch.rand(R, device=CUDA) + 0.1
+
+    def composition(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = hidden.to(dtype).requires_grad_()
+        logits, theirs = (y @ head.to(dtype).T for y in (x, last.to(dtype)))
+        if dtype == torch.bfloat16:
+            logits, theirs = logits.float(), theirs.float()
+        numerator = (NAIVE[kind](logits, theirs) * weights).sum()
+        numerator.backward()
+        return numerator.detach(), x.grad
+
+    true_loss, true_grad = composition(torch.float64)
+    peer_loss, peer_grad = composition(torch.bfloat16)
+    x = hidden.bfloat16().requires_grad_()
+    teacher = Teacher(last.bfloat16(), torch.arange(R, device=CUDA), torch.nn.Identity())
+    out = vocabulary_loss(
+        x, head.bfloat16(), labels, weights, kind=kind, chunk_rows=64, teacher=teacher
+    )
+    out.numerator.backward()
+    assert abs(out.numerator - true_loss) <= 2 * abs(peer_loss - true_loss) + 1e-5 * true_loss
+    assert (x.grad - true_grad).norm() <= 2 * (peer_grad - true_grad).norm() + 1e-6
+
+
+@pytest.mark.parametrize("kind", LOSSES)
 def test_no_synchronisation(kind):
     """Requirement 16: the host never waits."""
     hidden = torch.randn(60, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     head = torch.randn(999, 64, device=CUDA, dtype=torch.bfloat16)
     labels, weights = torch.randint(999, (60,), device=CUDA), torch.ones(60, device=CUDA)
+    teacher = Teacher(hidden.detach(), torch.arange(60, device=CUDA), torch.nn.Identity())
 
     def step() -> None:
         out = vocabulary_loss(
-            hidden, head, labels, weights, kind=kind, rows_per_block=[3] * 20, chunk_rows=16
+            hidden,
+            head,
+            labels,
+            weights,
+            kind=kind,
+            rows_per_block=[3] * 20,
+            chunk_rows=16,
+            teacher=teacher if needs_teacher(kind) else None,
         )
         out.numerator.backward()
 

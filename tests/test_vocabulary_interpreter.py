@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_soft_labels import NAIVE
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
@@ -23,11 +24,13 @@ if triton.__version__ != "3.6.0":
 
 from dflash_kernels.variants import kernel_named  # noqa: E402
 
-from dflash_ext.loss import dpace_weights, vocabulary_loss  # noqa: E402
+from dflash_ext.loss import LOSSES, dpace_weights, vocabulary_loss  # noqa: E402
+from dflash_ext.ops import soft_labels  # noqa: E402
 from dflash_ext.ops import vocabulary as operator  # noqa: E402
+from dflash_ext.ops.soft_labels import Chunk  # noqa: E402
 from dflash_ext.ops.vocabulary import Statistics, new_statistics  # noqa: E402
 
-STATISTICS_TILE, GRADIENT_TILE = dict(C=16, U=2, STAGES=1, FAST=0), dict(TILE=32, FAST=0)
+STATISTICS_TILE, GRADIENT_TILE = dict(C=16, U=2, STAGES=1), dict(TILE=32)
 
 
 @pytest.fixture
@@ -45,8 +48,9 @@ def interpreted(monkeypatch):
         if logits.shape[0]:
             declared.fn[(logits.shape[0],)](*[given[n] for n in declared.arguments], **tile)
 
-    monkeypatch.setattr(operator, "by_kernel", lambda device: True)
-    monkeypatch.setattr(operator, "_launch", launch)
+    for module in (operator, soft_labels):
+        monkeypatch.setattr(module, "by_kernel", lambda device: True)
+        monkeypatch.setattr(module, "launch", launch)
     return launched
 
 
@@ -154,7 +158,7 @@ def test_gradient_in_fp16_is_rounded_once(interpreted):
     grad = operator.over(logits, torch.float16)
     tensors = {"logits": logits, "grad": grad, "labels": labels, "weights": weights}
     tensors |= {"lse": stats.lse, "at_label": stats.at_label}
-    operator._launch("vocabulary_gradient_f32", tensors)
+    operator.launch("vocabulary_gradient_f32", tensors)
     truth = operator.gradient_reference(before.double(), labels, weights.double())
     assert ((grad.double() - truth).abs() <= 1.01 * 2**-11 * truth.abs() + 1e-7).all()
 
@@ -172,27 +176,49 @@ def test_tiles_never_overwrite_what_is_still_to_be_read():
 
 def test_a_barrier_stands_between_reads_and_writes_in_the_machine_code(tmp_path):
     """Warps of a program run apart: without it one could write where another has not read."""
+    names = ["vocabulary_gradient_f32", "vocabulary_kl", "vocabulary_lk"]
     script = (
         "import sys; from dflash_kernels import compile as c\n"
-        "c.main(['vocabulary_gradient_f32', '0', sys.argv[1], '90'])\n"
-        "image = open(sys.argv[1] + '/vocabulary_gradient_f32_sm90.bin', 'rb').read()\n"
-        "print(c.cuobjdump(image, '-sass'))"
+        "for name in sys.argv[2:]:\n"
+        "    c.main([name, '0', sys.argv[1], '90'])\n"
+        "    image = open(f'{sys.argv[1]}/{name}_sm90.bin', 'rb').read()\n"
+        "    print('=', name, c.cuobjdump(image, '-sass'))"
     )
     root = Path(__file__).parents[1] / "python"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
+        [sys.executable, "-c", script, str(tmp_path), *names],
         env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    order = re.findall(r"\b(LDG|BAR|STG|BRA)\b[.\w]*", done.stdout)
-    text = "".join({"LDG": "r", "BAR": "b", "STG": "w", "BRA": ""}[x] for x in order)
-    # A loop of whole tiles, the tail, the label: loads may move up, writes never past a barrier.
-    assert text.count("b") == 3
-    for part in text.split("b")[1:]:
-        assert "w" in part
-    assert "w" not in text.split("b")[0]
+    for listing in done.stdout.split("= vocabulary_")[1:]:
+        order = re.findall(r"\b(LDG|BAR|STG)\b[.\w]*", listing)
+        text = "".join({"LDG": "r", "BAR": "b", "STG": "w"}[x] for x in order)
+        # Whole tiles, the tail, a row's own values; loads may move up, writes past no barrier.
+        assert len(re.findall("rb+w", text)) >= 2
+        assert "rw" not in text
+
+
+@pytest.mark.parametrize("kind", NAIVE)
+@pytest.mark.parametrize("V", [33, 101])
+def test_losses_against_the_target_and_their_gradient_in_place(interpreted, kind, V):
+    torch.manual_seed(V)
+    logits, teacher = torch.randn(2, 2, V) * 3
+    weights = torch.rand(2) + 0.1
+    mine, theirs = aligned(logits), aligned(teacher)
+    lse, teacher_lse = operator.row_lse(mine), operator.row_lse(theirs)
+    chunk = Chunk(mine, lse, theirs, teacher_lse, weights)
+    loss, grad = LOSSES[kind].against_target(chunk, torch.bfloat16)
+    assert interpreted == ["vocabulary_statistics_f32"] * 2 + [f"vocabulary_{kind}"]
+    x = logits.double().requires_grad_()
+    truth = NAIVE[kind](x, teacher.double())
+    (truth * weights).sum().backward()
+    torch.testing.assert_close(loss.double(), truth.detach(), rtol=1e-5, atol=1e-6)
+    assert grad.data_ptr() == mine.data_ptr()
+    # Cut, not rounded, to bf16; differences of probabilities carry those' own rounding.
+    assert ((grad.double() - x.grad).abs() <= 1.01 * 2**-7 * x.grad.abs() + 1e-6).all()
+    assert torch.equal(theirs, teacher)
 
 
 @pytest.mark.parametrize("kind", ["ce", "dpace"])

@@ -8,7 +8,18 @@ from typing import Any
 
 from dflash_ext.errors import UserError, run_cli
 
-BENCHMARKS = ("attention", "data", "fused", "launch", "once", "pipeline", "plot", "step", "tables")
+BENCHMARKS = (
+    "attention",
+    "data",
+    "fused",
+    "launch",
+    "once",
+    "pipeline",
+    "plot",
+    "step",
+    "tables",
+    "vocabulary",
+)
 """Modules of this package; each has a `main(arguments)`."""
 
 

@@ -221,7 +221,7 @@ def _numerator(trainer: Trainer, problem: tuple[Any, Any, Blocks]) -> Tensor:
 
     def part(blocks: Blocks) -> tuple[LossOutput, Blocks]:
         inputs = trainer.inputs(features, batch, blocks)
-        return trainer.loss(trainer.hidden(inputs, supervised=True), inputs.blocks), inputs.blocks
+        return trainer.loss(trainer.hidden(inputs, supervised=True), inputs), inputs.blocks
 
     size = trainer.config.batch.blocks_at_once
     return torch.stack([slot_sums(*part(b))[0] for b in blocks.chunks(size)]).sum()

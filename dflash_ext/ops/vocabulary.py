@@ -7,6 +7,7 @@ in place. The references beside them are the truth, not fast.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,18 +58,27 @@ def vocabulary_statistics(logits: Tensor, labels: Tensor, out: Statistics) -> No
     logits fp32 or bf16 [R, V], on CUDA of `logits_buffer`; labels int64 [R] in 0..V-1. Arithmetic
     in fp32. ValueError, naming what is supported, before anything is launched.
     """
-    _check(logits, labels, *out)
+    check_logits(logits, floats=out[:2], integers=(labels, *out[2:]))
     if by_kernel(logits.device):
         tensors = {"logits": logits, "labels": labels, **out._asdict()}
-        _launch(f"vocabulary_statistics_{LOGITS_DTYPES[logits.dtype]}", tensors)
+        launch(f"vocabulary_statistics_{LOGITS_DTYPES[logits.dtype]}", tensors)
         return
     x, label = logits.float(), labels[:, None]
     at_label = x.gather(1, label)
     out.at_label.copy_(at_label[:, 0])
     out.prediction.copy_(x.argmax(1))
-    # int32: torch's CPU sum of bools into int64 takes four times as long.
-    out.rank.copy_((x > at_label).sum(1, dtype=torch.int32))
+    # Ones in fp32, exact below 2^24: torch's CPU takes three times as long to sum bools.
+    out.rank.copy_(torch.gt(x, at_label, out=torch.empty_like(x)).sum(1))
     out.lse.copy_(x.logsumexp(1))
+
+
+def row_lse(logits: Tensor) -> Tensor:
+    """fp32 [R]: log-sum-exp of rows of logits, as in `vocabulary_statistics`."""
+    if not by_kernel(logits.device):
+        return logits.logsumexp(1)
+    stats = new_statistics(logits.shape[0], logits.device)
+    vocabulary_statistics(logits, torch.zeros_like(stats.rank), stats)
+    return stats.lse
 
 
 def vocabulary_gradient_(
@@ -80,12 +90,12 @@ def vocabulary_gradient_(
     gradient lies in the same memory, in rows as far apart as the logits' were; else fp32 logits
     are replaced in place and converted last.
     """
-    _check(logits, labels, *stats, weights)
+    check_logits(logits, floats=(*stats[:2], weights), integers=(labels,))
     if by_kernel(logits.device) and dtype == torch.bfloat16:
         tensors = {"logits": logits, "labels": labels, "weights": weights}
         tensors |= {"lse": stats.lse, "at_label": stats.at_label}
         tensors["grad"] = grad = over(logits, dtype)
-        _launch(f"vocabulary_gradient_{LOGITS_DTYPES[logits.dtype]}", tensors)
+        launch(f"vocabulary_gradient_{LOGITS_DTYPES[logits.dtype]}", tensors)
         return grad
     weight = weights[:, None]
     grad = logits.float().sub_(stats.lse[:, None]).exp_().mul_(weight)
@@ -115,7 +125,10 @@ def gradient_reference(logits: Tensor, labels: Tensor, weights: Tensor) -> Tenso
     return grad
 
 
-def _check(logits: Tensor, *per_row: Tensor) -> None:
+def check_logits(
+    logits: Tensor, *, floats: Sequence[Tensor], integers: Sequence[Tensor] = ()
+) -> None:
+    """ValueError unless the operators take these logits, and these fp32 and int64 [R] beside."""
     if logits.dtype not in LOGITS_DTYPES:
         raise ValueError(f"logits in {logits.dtype} are not supported: use {list(LOGITS_DTYPES)}")
     if logits.dim() != 2 or logits.shape[1] < 1 or (len(logits) and logits.stride(1) != 1):
@@ -124,14 +137,14 @@ def _check(logits: Tensor, *per_row: Tensor) -> None:
             f"with strides {logits.stride()}"
         )
     rows, device = logits.shape[0], logits.device
-    for x in per_row:
-        if x.shape != (rows,) or x.device != device or not x.is_contiguous():
-            raise ValueError(
-                f"values of {rows} rows on {device} must be contiguous [{rows}] there, got "
-                f"{tuple(x.shape)} on {x.device}"
-            )
-        if x.dtype not in (torch.float32, torch.int64):
-            raise ValueError(f"values of rows must be fp32 or int64, got {x.dtype}")
+    for values, dtype in ((floats, torch.float32), (integers, torch.int64)):
+        for x in values:
+            where = x.shape == (rows,) and x.device == device and x.is_contiguous()
+            if not where or x.dtype != dtype:
+                raise ValueError(
+                    f"values of {rows} rows on {device} must be contiguous [{rows}] there, in "
+                    f"{dtype}, got {tuple(x.shape)} in {x.dtype} on {x.device}"
+                )
     if by_kernel(logits.device) and rows:
         _check_rows(logits)
 
@@ -148,7 +161,7 @@ def _check_rows(logits: Tensor) -> None:
         raise ValueError(f"logits of {logits.shape[1]} columns, {stride} a row: rows overlap")
 
 
-def _launch(kernel: str, tensors: dict[str, Tensor]) -> None:
+def launch(kernel: str, tensors: dict[str, Tensor]) -> None:
     """Run a kernel over the rows of tensors["logits"], on their device and its current stream."""
     logits = tensors["logits"]
     device = logits.device

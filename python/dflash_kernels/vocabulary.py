@@ -15,20 +15,7 @@ LOWEST = tl.constexpr(-1e38)
 
 
 @triton.jit
-def _exp2(x, FAST: tl.constexpr):
-    """2^x; FAST flushes results below 2^-126 to zero, which costs one instruction instead of four.
-
-    Triton's own exp2 keeps them. The interpreter has no assembly, so it runs with FAST = 0.
-    """
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return tl.exp2(x)
-
-
-@triton.jit
-def _fold(x, tile, at_label, high, first, total, above, FAST: tl.constexpr):
+def _fold(x, tile, at_label, high, first, total, above):
     """Take a tile of logits [U, C] into the running values [C] of its columns.
 
     high: largest logit; first: the tile it came from, the lowest on ties; total: sum of
@@ -38,8 +25,8 @@ def _fold(x, tile, at_label, high, first, total, above, FAST: tl.constexpr):
     peak = tl.maximum(high, tl.max(x, 0))
     first = tl.where(peak > high, tile, first)
     scaled = peak * LOG2_E
-    total *= _exp2(high * LOG2_E - scaled, FAST)
-    total += tl.sum(_exp2(x * LOG2_E - scaled[None, :], FAST), 0)
+    total *= tl.exp2(high * LOG2_E - scaled)
+    total += tl.sum(tl.exp2(x * LOG2_E - scaled[None, :]), 0)
     above += tl.sum(tl.where(x > at_label, 1.0, 0.0), 0)
     return peak, first, total, above
 
@@ -57,7 +44,6 @@ def vocabulary_statistics_kernel(
     C: tl.constexpr,
     U: tl.constexpr,
     STAGES: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """lse, the label's logit, argmax (lowest index on ties) and the label's rank, one pass.
 
@@ -75,14 +61,14 @@ def vocabulary_statistics_kernel(
     full = V // (U * C)
     for tile in tl.range(0, full, num_stages=STAGES):
         x = tl.load(logits + tile * (U * C) + inside).to(tl.float32)
-        high, first, total, above = _fold(x, tile, at_label, high, first, total, above, FAST)
+        high, first, total, above = _fold(x, tile, at_label, high, first, total, above)
     if full * (U * C) < V:  # a mask on every tile would split its loads into single elements
         column = full * (U * C) + inside
         x = tl.load(logits + column, mask=column < V, other=float("-inf")).to(tl.float32)
-        high, first, total, above = _fold(x, full, at_label, high, first, total, above, FAST)
+        high, first, total, above = _fold(x, full, at_label, high, first, total, above)
     peak = tl.max(high, 0)
     scaled = peak * LOG2_E
-    whole = tl.sum(total * _exp2(high * LOG2_E - scaled, FAST), 0)
+    whole = tl.sum(total * tl.exp2(high * LOG2_E - scaled), 0)
     lse = (scaled + tl.log2(whole)) * LN_2
     # Where in its tile a column's largest logit was is looked up for the columns that hold it.
     column = first[None, :] * (U * C) + inside
@@ -106,7 +92,6 @@ def vocabulary_gradient_kernel(
     row_stride,
     V,
     TILE: tl.constexpr,
-    FAST: tl.constexpr,
 ):
     """weight * (softmax - onehot) of a row, over its own logits. grad_ptr is logits_ptr.
 
@@ -130,14 +115,14 @@ def vocabulary_gradient_kernel(
         column = tile * TILE + inside
         x = tl.load(logits + column).to(tl.float32)
         tl.debug_barrier()
-        value = weight * _exp2(x * LOG2_E - lse, FAST)
+        value = weight * tl.exp2(x * LOG2_E - lse)
         tl.store(grad + column, value.to(grad_ptr.dtype.element_ty))
     if full * TILE < V:
         column = full * TILE + inside
         x = tl.load(logits + column, mask=column < V, other=0.0).to(tl.float32)
         tl.debug_barrier()
-        value = weight * _exp2(x * LOG2_E - lse, FAST)
+        value = weight * tl.exp2(x * LOG2_E - lse)
         tl.store(grad + column, value.to(grad_ptr.dtype.element_ty), mask=column < V)
     tl.debug_barrier()
-    at = weight * (_exp2(at_label - lse, FAST) - 1.0)
+    at = weight * (tl.exp2(at_label - lse) - 1.0)
     tl.store(grad + label, at.to(grad_ptr.dtype.element_ty))

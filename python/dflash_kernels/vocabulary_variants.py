@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from dflash_kernels import vocabulary
+from dflash_kernels import soft_labels, vocabulary
 from dflash_kernels.spec import Argument, Kernel, pointers
 
 
@@ -26,7 +27,7 @@ _STATISTICS = Kernel(
     | _SIZES,
     grid="num_rows",
     tile="C",
-    choices={0: dict(C=1024, U=4, STAGES=3, FAST=1, num_warps=8)},
+    choices={0: dict(C=1024, U=4, STAGES=3, num_warps=8)},
     extra_host={"num_rows": "i32"},
 )
 _GRADIENT = Kernel(
@@ -39,7 +40,7 @@ _GRADIENT = Kernel(
     | _SIZES,
     grid="num_rows",
     tile="TILE",
-    choices={0: dict(TILE=4096, FAST=1, num_warps=8)},
+    choices={0: dict(TILE=4096, num_warps=8)},
     extra_host={"num_rows": "i32"},
 )
 
@@ -53,9 +54,27 @@ def _of_bf16(kernel: Kernel, **choices: int) -> Kernel:
     )
 
 
+def _against_target(name: str, fn: Any) -> Kernel:
+    """Both sides' logits, so half a tile of each has a tile's bytes on their way."""
+    return Kernel(
+        name=name,
+        fn=fn,
+        arguments=pointers("logits teacher", "f32*")
+        | pointers("grad", "bf16*")
+        | _per_row("lse teacher_lse weights loss", "f32")
+        | _SIZES,
+        grid="num_rows",
+        tile="TILE",
+        choices={0: dict(TILE=2048, num_warps=8)},
+        extra_host={"num_rows": "i32"},
+    )
+
+
 VOCABULARY_KERNELS = (
     _STATISTICS,
     _of_bf16(_STATISTICS, C=1024, U=4, num_warps=4),
     _GRADIENT,
     _of_bf16(_GRADIENT),
+    _against_target("vocabulary_kl", soft_labels.kl_kernel),
+    _against_target("vocabulary_lk", soft_labels.lk_kernel),
 )
