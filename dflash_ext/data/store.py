@@ -108,7 +108,7 @@ class StoreWriter:
             file = open(self.path / name, "ab", buffering=1 << 20)  # noqa: SIM115
             self._files[name] = file
             if os.fstat(file.fileno()).st_size < size:
-                self._release()
+                self.release()
                 raise damaged(self.path / name, size)
             file.truncate(size)
 
@@ -217,21 +217,18 @@ class StoreWriter:
     def close(self, info: dict[str, Any] | None = None) -> Path:
         """Commit and complete the store; `info` is kept in it (`TokenStore.info`)."""
         self.commit(info, complete=True)
-        self._release()
+        self.release()
         return self.path
-
-    def release(self) -> None:
-        """Stop writing without a commit; what was committed stays, complete or not."""
-        self._release()
 
     def discard(self) -> None:
         """Give up: a store that holds nothing to continue from is removed."""
-        self._release()
+        self.release()
         begun = self._extend and self._index["committed"]["rows"] > 0
         if self._index["complete"] is None and not begun:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Stop writing without a commit; what was committed stays, complete or not."""
         for file in self._files.values():
             with suppress(OSError):  # what a full disk did not take was not committed either
                 file.close()
