@@ -4,10 +4,10 @@
 #   tests          tests/test_pipeline_gpu.py: NCCL to the bit like one process, more ranks than GPUs
 #   one_to_one     1:1 over NCCL with a Qwen3-8B-shaped target: pace and memory
 #   five_to_three  eight processes over gloo on the GPUs, and on the CPU
-# OPTIONS: of `python -m dflash_ext.bench pipeline`; LIMIT: seconds for each step (default 560: one
-# call of a machine that allows ten minutes), after which it saves what it has. Each step writes a
-# file of its own and every line is in $OUT/pipeline.log as it is printed, so a failure or the limit
-# of one step costs the exit code, not the others' results.
+# OPTIONS: of `python -m dflash_ext.bench pipeline`; LIMIT: seconds for each step (default 480), after
+# which it has 80 more to save what it has: one step is one call of a machine that allows ten
+# minutes. Each step writes a file of its own, every line is in $OUT/pipeline.log as it is printed,
+# and a step that fails leaves its metrics there too: it costs the exit code, not what is known.
 # On a CPU: DFLASH_SKIP_BUILD=1 OPTIONS='--shape tiny --device cpu --token-budget 512 --steps 40 \
 #   --alone-batches 10' OUT=/tmp bash benchmarks/pipeline_gpu.sh one_to_one five_to_three
 set -uo pipefail
@@ -16,15 +16,32 @@ out=${OUT:-benchmarks}
 gpus=$(nvidia-smi -L 2> /dev/null | wc -l)
 name=pipeline_cpu
 [ "$gpus" -gt 0 ] && name=pipeline_h200x$gpus
+work=${WORK:-/tmp/dflash-pipeline}
 failed=()
 
 step() { # NAME COMMAND...: run it within the limit, say how long it took, remember a failure
   local step=$1 begin=$SECONDS code=0
   shift
   echo "=== $step"
-  timeout -s INT -k 30 "${LIMIT:-560}" "$@" || code=$?
+  timeout --foreground -s INT -k 80 "${LIMIT:-480}" "$@" || code=$?
   echo "--- $step: exit code $code, $((SECONDS - begin)) s"
-  [ "$code" -eq 0 ] || failed+=("$step")
+  [ "$code" -eq 0 ] && return
+  failed+=("$step")
+  cp "$work/$step/run/metrics.jsonl" "$out/${name}_${step}_metrics.jsonl" 2> /dev/null || true
+}
+
+look() { # what a failure would turn on, before anything is paid for
+  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+  nvidia-smi topo -m
+  df -h /dev/shm /tmp | cat
+  env | grep -E '^(NCCL|TORCH|CUDA)' # NVLink multicast must stay off on a lent machine
+  python3 - << 'PY' || exit 1
+import torch, transformers
+import numpy, rich, safetensors, tyro  # a wheel of tyro is not part of every image
+count = torch.cuda.device_count()
+print("torch", torch.__version__, "transformers", transformers.__version__, "NCCL", torch.cuda.nccl.version())
+print(count, "GPUs, peer access:", count > 1 and torch.cuda.can_device_access_peer(0, 1))
+PY
 }
 
 build() {
@@ -37,7 +54,7 @@ build() {
 
 main() {
   local part
-  [ "$gpus" -gt 0 ] && nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+  [ "$gpus" -gt 0 ] && look
   [ -n "${DFLASH_SKIP_BUILD:-}" ] || build
   [ $# -gt 0 ] || set -- tests one_to_one five_to_three
   for part in "$@"; do
@@ -46,7 +63,7 @@ main() {
       one_to_one | five_to_three)
         # shellcheck disable=SC2086
         step "$part" python3 -m dflash_ext.bench pipeline --parts "$part" \
-          --json "$out/${name}_$part.json" ${OPTIONS:-} ;;
+          --work "$work" --json "$out/${name}_$part.json" ${OPTIONS:-} ;;
       *) echo "unknown step $part"; failed+=("$part") ;;
     esac
   done
