@@ -69,6 +69,10 @@ run_step() {
           --report-api-errors no --kernel-name kns=attention_,kns=hopper_ \
           python3 -m pytest -q -x -p no:cacheprovider -m gpu tests/test_attention_gpu.py \
           -k "${SANITIZER_TESTS:-test_numerics}"
+        step "$check of row-wise kernels" 120 "$path" --tool "$check" --error-exitcode 9 \
+          --report-api-errors no --kernel-name kns=rms_norm_,kns=swiglu_,kns=head_norm_ \
+          python3 -m pytest -q -x -p no:cacheprovider -m gpu tests/test_fused_gpu.py \
+          -k "in_place or 128-15-9"
       done
       unset PYTORCH_NO_CUDA_MEMORY_CACHING ;;
     ncu) # once per kernel on shape A: the path the operator takes, and plain Triton

@@ -38,7 +38,8 @@ class RopeTables(NamedTuple):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> RopeTables:
     """cos and sin of position / theta^(2i/D), i < D/2, of integer positions [rows], in fp32.
 
-    The angle is rounded as in the inference engines, to about position * 2^-23: 0.01 at 131,071.
+    The fp32 angle is as far from the exact one as the inference engines' (whose bits differ): cos
+    and sin are off by up to 0.01 at position 131,071, and in proportion before.
     """
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angle = positions.float()[:, None] / theta**exponent
