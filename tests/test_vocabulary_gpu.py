@@ -50,8 +50,9 @@ def test_both_kernels_equal_fp64(V, dtype):
     exact = operator.gradient_reference(values.double(), labels, weights.double())
     peer = operator.gradient_reference(values.float(), labels, weights).bfloat16()
     error, theirs = ((x.double() - exact).norm() for x in (grad, peer))
-    assert error <= 2 * theirs + 1e-7
-    assert ((grad.double() - exact).abs() <= 2**-7 * exact.abs() + 1e-6).all()
+    # Where p(label) is 1, p - 1 is what fp32 leaves of it: a few units of the lse.
+    assert error <= 2 * theirs + 2e-5
+    assert ((grad.double() - exact).abs() <= 2**-7 * exact.abs() + 5e-6).all()
 
 
 def test_ties_take_the_lowest_index():
