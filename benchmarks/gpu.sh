@@ -73,6 +73,9 @@ run_step() {
           --report-api-errors no --kernel-name kns=rms_norm_,kns=swiglu_,kns=head_norm_ \
           python3 -m pytest -q -x -p no:cacheprovider -m gpu tests/test_fused_gpu.py \
           -k "in_place or 128-15-9"
+        step "$check of the vocabulary loss" 120 "$path" --tool "$check" --error-exitcode 9 \
+          --report-api-errors no --kernel-name kns=vocabulary_ \
+          python3 -m pytest -q -x -p no:cacheprovider -m gpu tests/test_vocabulary_gpu.py -k 12345
       done
       unset PYTORCH_NO_CUDA_MEMORY_CACHING ;;
     ncu) # once per kernel on shape A: the path the operator takes, and plain Triton

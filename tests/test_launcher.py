@@ -325,6 +325,6 @@ print(json.dumps(dict(grid=r.grid, symbol=stub.stub_load(r.load).contents.symbol
 """
     assert result(run(stub["plain"], script)) == {
         "grid": 7,
-        "symbol": f"{loss}_kernel",
+        "symbol": f"vocabulary_{loss}_kernel",
         "params": [4096, 8192, 4096, 4, 12, 20, 28, 48, 33, 0, 0],
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dflash_ext.loss import LOSSES, Teacher, needs_teacher, vocabulary_loss
 from dflash_ext.ops import vocabulary as operator
+from dflash_ext.ops.soft_labels import Chunk
 from dflash_ext.ops.vocabulary import logits_buffer, new_statistics
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +54,32 @@ def test_both_kernels_equal_fp64(V, dtype):
     # Where p(label) is 1, p - 1 is what fp32 leaves of it: a few units of the lse.
     assert error <= 2 * theirs + 2e-5
     assert ((grad.double() - exact).abs() <= 2**-7 * exact.abs() + 5e-6).all()
+
+
+@pytest.mark.parametrize("kind", NAIVE)
+@pytest.mark.parametrize("V", SIZES)
+def test_kernels_of_losses_against_the_target_equal_fp64(V, kind):
+    """Values, gradients in place, the target's logits untouched, the same bits twice."""
+    values, _, weights = problem(33, V, torch.float32, seed=V)
+    others, _, _ = problem(33, V, torch.float32, seed=V + 1)
+    x = values.double().requires_grad_()
+    truth = NAIVE[kind](x, others.double())
+    (exact,) = torch.autograd.grad((truth * weights.double()).sum(), x)
+    found = []
+    for _ in range(2):
+        mine, theirs = filled(values), filled(others)
+        lse, teacher_lse = operator.row_lse(mine), operator.row_lse(theirs)
+        chunk = Chunk(mine, lse, theirs, teacher_lse, weights)
+        loss, grad = LOSSES[kind].against_target(chunk, torch.bfloat16)
+        assert grad.data_ptr() == mine.data_ptr()
+        assert torch.equal(theirs, others)
+        found.append((loss, grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+    torch.testing.assert_close(loss.double(), truth.detach(), rtol=1e-5, atol=2e-5)
+    # Differences of probabilities carry those' own rounding. Next to its kink lk has either slope.
+    ratio = x.detach().log_softmax(1) - others.double().log_softmax(1)
+    kink = (ratio.abs() < 1e-4) & (kind == "lk")
+    assert (((grad.double() - exact).abs() <= 2**-7 * exact.abs() + 5e-6) | kink).all()
 
 
 def test_ties_take_the_lowest_index():

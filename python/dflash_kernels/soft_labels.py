@@ -44,7 +44,7 @@ def _kl_tile(
 
 
 @triton.jit
-def kl_kernel(
+def vocabulary_kl_kernel(
     logits_ptr,
     teacher_ptr,
     grad_ptr,
@@ -84,7 +84,7 @@ def _probabilities(
 
 
 @triton.jit
-def lk_kernel(
+def vocabulary_lk_kernel(
     logits_ptr,
     teacher_ptr,
     grad_ptr,

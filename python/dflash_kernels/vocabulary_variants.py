@@ -75,6 +75,6 @@ VOCABULARY_KERNELS = (
     _of_bf16(_STATISTICS, C=1024, U=4, num_warps=4),
     _GRADIENT,
     _of_bf16(_GRADIENT),
-    _against_target("vocabulary_kl", soft_labels.kl_kernel),
-    _against_target("vocabulary_lk", soft_labels.lk_kernel),
+    _against_target("vocabulary_kl", soft_labels.vocabulary_kl_kernel),
+    _against_target("vocabulary_lk", soft_labels.vocabulary_lk_kernel),
 )
