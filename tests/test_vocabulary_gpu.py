@@ -141,7 +141,7 @@ def test_whole_loss_is_within_twice_torch_s_error(V, logits_dtype):
     labels, weights = torch.randint(V, (R,), device=CUDA), torch.rand(R, device=CUDA) + 0.1
 
     def composition(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        x = hidden.to(dtype).requires_grad_()
+        x = hidden.to(dtype).detach().requires_grad_()  # fp64: `to` alone returns hidden itself
         logits = x @ head.to(dtype).T
         logits = logits.float() if dtype == torch.bfloat16 else logits
         loss = F.cross_entropy(logits, labels, reduction="none")
@@ -187,7 +187,7 @@ def test_losses_against_the_target_are_within_twice_torch_s_error(kind):
     labels, weights = torch.randint(V, (R,), device=CUDA), torch.rand(R, device=CUDA) + 0.1
 
     def composition(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        x = hidden.to(dtype).requires_grad_()
+        x = hidden.to(dtype).detach().requires_grad_()  # fp64: `to` alone returns hidden itself
         logits, theirs = (y @ head.to(dtype).T for y in (x, last.to(dtype)))
         if dtype == torch.bfloat16:
             logits, theirs = logits.float(), theirs.float()
