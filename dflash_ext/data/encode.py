@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -115,7 +116,8 @@ class RowEncoder:
         return self._cut(tokens.ids.astype(np.int32), turns)
 
     def _rows(self, sample: Sample, encoding: Any) -> list[Row]:
-        ids = np.array(encoding.ids, dtype=np.int32)
+        # array.array reads a list of integers faster than numpy does.
+        ids = np.frombuffer(array("i", encoding.ids), dtype=np.intc).astype(np.int32, copy=False)
         if not sample.spans:
             return list(self._windows(ids))
         bounds = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import multiprocessing.context
@@ -251,8 +252,13 @@ def _serve(connection: Connection, tokenizer: bytes, options: ChatOptions) -> No
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     encoder = RowEncoder(pickle.loads(tokenizer), options)
+    # Python would search all that transformers imported for garbage again and again; what there is
+    # comes from the rows, and is collected when they are done.
+    gc.freeze()
+    gc.disable()
     try:
         while True:
+            gc.collect()
             rows = connection.recv()
             try:
                 result: Encoded | BaseException = encode_rows(encoder, rows)
