@@ -8,7 +8,10 @@ import multiprocessing
 import multiprocessing.context
 import os
 import pickle
+import queue
 import signal
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +25,8 @@ from dflash_ext.data.rows import ChatOptions, Row, SkipRow
 from dflash_ext.data.store_files import content_key
 from dflash_ext.errors import UserError
 
+_AHEAD = 2
+"""Blocks that a worker has at a time: the one it encodes and the next."""
 _PRELOAD = ["dflash_ext.data.encode", "dflash_ext.data.pool", "transformers"]
 
 
@@ -154,7 +159,7 @@ def encode_blocks(
 
 
 def _in_order(blocks: Iterator[Work[Tag]], crew: list[_Worker]) -> Iterator[tuple[Tag, Encoded]]:
-    idle, busy = list(crew), dict[Connection, tuple[int, _Worker]]()
+    by_connection = {worker.connection: worker for worker in crew}
     tags: dict[int, Tag] = {}
     done: dict[int, Encoded] = {}
     sent = given = 0
@@ -170,28 +175,27 @@ def _in_order(blocks: Iterator[Work[Tag]], crew: list[_Worker]) -> Iterator[tupl
 
     upcoming = read()
     while True:
-        # One block at a time each, and the next is read while they work: were a second one on its
-        # way to a worker, both sides could wait for the other to read. What is done out of order
-        # is bounded, so memory is.
-        while upcoming is not None and idle and sent - given < 3 * len(crew):
-            worker = idle.pop()
+        # What is done out of order is bounded, so memory is.
+        while upcoming is not None and sent - given < (_AHEAD + 2) * len(crew):
+            worker = min(crew, key=lambda worker: len(worker.tasks))
+            if len(worker.tasks) == _AHEAD:
+                break
             tags[sent], rows = upcoming
-            worker.send(rows)
-            busy[worker.connection] = sent, worker
+            worker.send(sent, rows)
             sent += 1
             upcoming = read()
         if given in done:
             yield tags.pop(given), done.pop(given)
             given += 1
-        elif not busy:
+        busy = [worker.connection for worker in crew if worker.tasks]
+        if not busy and given not in done:
             break
         # There is nothing to wait for if all came back while the first held up the others, and
         # who is done meanwhile gets work before the next result is written.
         waits = bool(busy) and given not in done
-        for connection in wait(list(busy), None if waits else 0):
-            index, worker = busy.pop(cast(Connection, connection))
-            done[index] = worker.receive()
-            idle.append(worker)
+        for connection in wait(busy, None if waits else 0):
+            index, encoded = by_connection[cast(Connection, connection)].receive()
+            done[index] = encoded
     if failure is not None:
         raise failure
 
@@ -207,15 +211,19 @@ class _Worker:
         )
         self._process.start()
         theirs.close()
+        self.tasks: deque[int] = deque()
+        """Blocks sent and not come back, in order: at most _AHEAD."""
 
-    def send(self, rows: list[bytes]) -> None:
+    def send(self, index: int, rows: list[bytes]) -> None:
+        self.tasks.append(index)
         try:
             self.connection.send(rows)
         except OSError:
             raise self._died() from None
 
-    def receive(self) -> Encoded:
-        """The result of the rows sent. Raises what the worker raised, UserError if it died."""
+    def receive(self) -> tuple[int, Encoded]:
+        """(index, result) of the first block sent. Raises what the worker raised, UserError if it
+        died."""
         try:
             result = self.connection.recv()
         except (EOFError, OSError):
@@ -223,7 +231,7 @@ class _Worker:
         if isinstance(result, BaseException):
             raise result
         assert isinstance(result, Encoded)
-        return result
+        return self.tasks.popleft(), result
 
     def _died(self) -> UserError:
         self._process.join(5)
@@ -252,18 +260,30 @@ def _serve(connection: Connection, tokenizer: bytes, options: ChatOptions) -> No
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     encoder = RowEncoder(pickle.loads(tokenizer), options)
+    waiting: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        # Reads whenever something comes, so a parent that sends never waits for one that it should
+        # be reading from; and the next block is here when this one is done.
+        try:
+            while True:
+                waiting.put(connection.recv())
+        except (EOFError, OSError):
+            waiting.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
     # Python would search all that transformers imported for garbage again and again; what there is
     # comes from the rows, and is collected when they are done.
     gc.freeze()
     gc.disable()
     try:
-        while True:
-            gc.collect()
-            rows = connection.recv()
+        while (rows := waiting.get()) is not None:
             try:
                 result: Encoded | BaseException = encode_rows(encoder, rows)
             except Exception as error:
                 result = error
             connection.send(result)
-    except (EOFError, OSError):
+            del rows, result
+            gc.collect()
+    except OSError:
         return
