@@ -178,15 +178,15 @@ def test_a_barrier_stands_between_reads_and_writes_in_the_machine_code(tmp_path)
     """Warps of a program run apart: without it one could write where another has not read."""
     names = ["vocabulary_gradient_f32", "vocabulary_kl", "vocabulary_lk"]
     script = (
-        "import sys; from dflash_kernels import compile as c\n"
-        "for name in sys.argv[2:]:\n"
-        "    c.main([name, '0', sys.argv[1], '90'])\n"
-        "    image = open(f'{sys.argv[1]}/{name}_sm90.bin', 'rb').read()\n"
+        "import sys; from dflash_kernels import compile as c, variants\n"
+        "for name in sys.argv[1:]:\n"
+        "    variant = variants.Variant(variants.kernel_named(name), 0, 90)\n"
+        "    image = c.compile_variant(variant)[0].asm['cubin']\n"
         "    print('=', name, c.cuobjdump(image, '-sass'))"
     )
     root = Path(__file__).parents[1] / "python"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), *names],
+        [sys.executable, "-c", script, *names],
         env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
