@@ -32,6 +32,7 @@ def draw_evaluation(result: dict[str, Any], path: Path) -> None:
                 values = [float("nan") if v is None else v for v in recalled]
                 slots.plot(numbers, values, style, color=f"C{i}", label=f"recall@{k}")
     slots.set_ylim(0, 1)
+    slots.xaxis.get_major_locator().set_params(integer=True)
     slots.set_xlabel("slot")
     slots.set_title("accepted where reached; text among the k likeliest")
     slots.legend(fontsize=7)
