@@ -193,3 +193,11 @@ class Comparison:
                 }
             )
         return table
+
+
+def decoded_lengths(comparison: Comparison, method: str, block_size: int) -> dict[str, float]:
+    """For a log: the accepted length of all sets together, and of each."""
+    found = {"accept_len": comparison.accept_len(method)}
+    for name, short in short_names(list(comparison.prompts)).items():
+        found[f"accept_len/{short}"] = comparison.report(method, name, block_size).accept_len
+    return found

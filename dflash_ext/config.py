@@ -209,7 +209,7 @@ class EvalOptions:
     """Prompts decoded side by side; no number depends on it."""
     decode_every: int = 0
     """Optimizer steps between decodings of the prompts, whose accepted length then says which
-    weights are the best; 0: never, and held-out blocks say so. Needs one process."""
+    weights are the best; 0: never, and held-out blocks say so. With ranks, target 0 decodes."""
 
     def __post_init__(self) -> None:
         _at_least(self, prompts_per_set=0, max_new_tokens=1, every=0, max_validation_blocks=1)
@@ -301,11 +301,6 @@ class TrainConfig:
             raise UserError(
                 "--shard is for AdamW: Muon orthogonalises whole matrices; add --optim.name adamw "
                 "or leave --shard out"
-            )
-        if self.eval.decode_every and self.topology.targets is not None:
-            raise UserError(
-                "--eval.decode-every needs target and drafter in one process: leave it out, or "
-                "--targets and --drafters"
             )
         data, batch = self.data, self.batch
         if batch.anchors_per_sequence > batch.anchor_budget:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dflash_ext.best import load_best, read_record
 from dflash_ext.checkpoint import Progress
-from dflash_ext.comparison import Comparison, DecodeOptions, Prompts, short_names
+from dflash_ext.comparison import Comparison, DecodeOptions, Prompts, decoded_lengths
 from dflash_ext.config import TrainConfig, to_json
 from dflash_ext.drafter import Drafter
 from dflash_ext.export import save_export
@@ -22,6 +22,17 @@ from dflash_ext.record import save
 from dflash_ext.run import BEST_FOLDER
 from dflash_ext.samples import Samples
 from dflash_ext.target import Target
+
+
+def comparison_of(
+    config: TrainConfig, prompts: Prompts, held_out: Samples, folder: Path | None = None
+) -> Comparison | None:
+    """Of the sets in the options, and of held-out conversations on top; None if there are none."""
+    some = held_out.indices[: config.eval.prompts_per_set].tolist()
+    if config.eval.held_out_prompts and some:
+        prompts = prompts | {"held-out": [held_out.store.prompt(i) for i in some]}
+    options = DecodeOptions(config.eval.max_new_tokens, config.eval.batch)
+    return Comparison(prompts, options, folder) if prompts else None
 
 
 class Judge:
@@ -35,13 +46,8 @@ class Judge:
         prompts: Prompts,
         held_out: Samples,
     ) -> None:
-        """prompts: of the sets in the options; those of held-out conversations come on top."""
         self.config, self.folder, self.monitor = config, folder, monitor
-        some = held_out.indices[: config.eval.prompts_per_set].tolist()
-        if config.eval.held_out_prompts and some:
-            prompts = prompts | {"held-out": [held_out.store.prompt(i) for i in some]}
-        options = DecodeOptions(config.eval.max_new_tokens, config.eval.batch)
-        self.comparison = Comparison(prompts, options, folder) if prompts else None
+        self.comparison = comparison_of(config, prompts, held_out, folder)
 
     def before(self, target: Target, drafter: Drafter) -> None:
         """Decode by plain decoding, prompt lookup and the untrained drafter."""
@@ -54,9 +60,7 @@ class Judge:
         """The accepted length after `step`, logged for every set and returned for all of them."""
         assert self.comparison is not None
         self.comparison.drafter("during", target, drafter)
-        B, found = drafter.config.block_size, {"accept_len": self.comparison.accept_len("during")}
-        for name, short in short_names(list(self.comparison.prompts)).items():
-            found[f"accept_len/{short}"] = self.comparison.report("during", name, B).accept_len
+        found = decoded_lengths(self.comparison, "during", drafter.config.block_size)
         self.monitor.log("decoded", step, found)
         return found["accept_len"]
 

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,13 +28,14 @@ from dflash_ext.config import RECIPES, DrafterOptions, TrainConfig, check_given,
 from dflash_ext.data.registry import smollm2_dir
 from dflash_ext.errors import UserError, parse_options, run_cli
 from dflash_ext.identity import settle
-from dflash_ext.judge import Judge
+from dflash_ext.judge import Judge, comparison_of
 from dflash_ext.launch import start_local, world_size
 from dflash_ext.metrics import summarise, sums_size
 from dflash_ext.monitor import Monitor
 from dflash_ext.optim import DrafterOptimizer, StepResult, muon_class
 from dflash_ext.pipeline import Book, InProcess, Source, own_handovers
 from dflash_ext.placement import to_device
+from dflash_ext.questions import Answerer, Decoding, Far, Near
 from dflash_ext.ranks import Ranks, started_as_rank
 from dflash_ext.rates import Tally, TargetCost, product_tflops, rates
 from dflash_ext.receiver import Receiver
@@ -143,7 +143,14 @@ def _train(
         rehearse(config, longest, target, None, monitor)
         watch.wait_for("begin", "waiting for rank 0 to begin")
         with interruption(), watch.heeding_stop():
+            answerer = None
+            if config.eval.decode_every and ranks.target == 0:
+                sets = encoded_prompts(target, config.eval.prompts, config.eval.prompts_per_set)
+                comparison = comparison_of(config, sets, held_out)
+                answerer = Answerer(watch, target, comparison) if comparison else None
             serve(ranks, target, sender, own, book)
+            if answerer is not None:
+                answerer.finish()
         ranks.leave()
         return 0
 
@@ -174,13 +181,15 @@ def _train(
             del exact
             release(ranks.device)
         del before
-    during = None
-    if judge is not None and kept is not None and config.eval.decode_every:
-        during = partial(judge.during, target=kept, drafter=side.trainer.drafter)
     best = Best(ranks, folder, DECODED if config.eval.decode_every else VALIDATION)
+    decoding: Decoding | None = None
+    if config.eval.decode_every and kept is None and (ranks.first or config.topology.shard):
+        decoding = Far(ranks, folder, monitor, best)
+    elif config.eval.decode_every and kept is not None and judge is not None:
+        decoding = Near(judge, kept, best)
     ranks.begin_together()
     with interruption() as interrupted, watch.heeding_stop():
-        progress, stopped = loop(job, side, source, uses, best, during, progress, interrupted)
+        progress, stopped = loop(job, side, source, uses, best, decoding, progress, interrupted)
     if stopped:
         monitor.say(f"interrupted: saved at step {progress.position}; --run.resume auto continues")
         return INTERRUPTED
@@ -204,15 +213,14 @@ def loop(
     source: Source,
     uses: Uses,
     best: Best,
-    during: Callable[[int], float] | None,
+    decoding: Decoding | None,
     progress: Progress,
     interrupted: Callable[[], bool],
 ) -> tuple[Progress, bool]:
     """Optimizer steps from `progress` on; returns where it ended and if on request.
 
     Everything a step uses follows from its number (`Course`), on every drafter; one with fewer
-    micro-batches than others, or none, still takes part in every sum. during: the accepted length
-    of decoding after a step, if that is asked for.
+    micro-batches than others, or none, still takes part in every sum.
     """
     config, ranks, monitor = job.config, job.ranks, job.monitor
     trainer, optimizer, replicas = side.trainer, side.optimizer, side.replicas
@@ -297,16 +305,19 @@ def loop(
                 ranks.watch.doing(f"validating after step {position}", patience=2)
                 held_out = validate()
                 monitor.log("validation", position, held_out)
-                if during is None and held_out:
+                if held_out and not config.eval.decode_every:
                     best.consider(progress, held_out["accept_len"], optimizer.parameters)
-            if during is not None and validates(position, job.steps, config.eval.decode_every):
-                best.consider(progress, during(position), optimizer.parameters)
+            if decoding is not None:
+                due = validates(position, job.steps, config.eval.decode_every)
+                decoding.step(progress, replicas, due=due)
             stage.update(position, job.steps, note(metrics, held_out, result, speed))
             if position % config.run.checkpoint_every == 0:
                 ranks.watch.doing(f"saving step {position}", patience=2)
                 save(progress)
             if ranks.topology.drafters == 1:  # nobody else to agree with
                 stop = asked()
+        if decoding is not None:
+            decoding.finish(stop and position < job.steps)
         ranks.watch.doing("saving the last step", patience=4)
         save(progress)
         finish_saving(ranks, writer, best)

@@ -193,6 +193,10 @@ class Watch:
         while not self.published(key):
             time.sleep(0.05)
         self.doing("starting")
+        return self.read(key)
+
+    def read(self, key: str) -> object:
+        """What was `published` under `key`."""
         return json.loads(self.store.get(f"value/{key}"))
 
     @contextlib.contextmanager
@@ -261,7 +265,7 @@ class Watch:
                 self._leave(failure)
             return
         if now - self._since > self._limit:
-            self._give_up(
+            self.give_up(
                 f"rank {self.rank} ({self.roles[self.rank]}): no progress for "
                 f"{now - self._since:.0f} s while {self.activity}"
             )
@@ -272,7 +276,7 @@ class Watch:
             if beat.count != count or beat.finished:
                 self._seen[rank] = (beat.count, now)
             elif now - since > self.silent_seconds:
-                self._give_up(f"rank {rank} {beat}: no sign of life for {now - since:.0f} s")
+                self.give_up(f"rank {rank} {beat}: no sign of life for {now - since:.0f} s")
 
     def _beats(self) -> list[tuple[int, Beat]]:
         """Of the other ranks, once every rank has begun to send them: one question for all."""
@@ -282,7 +286,8 @@ class Watch:
         found = enumerate(self.store.multi_get(keys))
         return [(rank, Beat(**json.loads(beat))) for rank, beat in found if rank != self.rank]
 
-    def _give_up(self, message: str) -> None:
+    def give_up(self, message: str) -> None:
+        """End the run and this process, from any thread."""
         self._leave(self.fail(message))
 
     def _leave(self, failure: Failure) -> None:

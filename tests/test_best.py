@@ -10,7 +10,7 @@ from test_drafter import make
 
 from dflash_ext.best import Best, Record, load_best, read_record
 from dflash_ext.checkpoint import Progress, checkpoints
-from dflash_ext.config import EvalOptions, RunOptions, TopologyOptions, TrainConfig
+from dflash_ext.config import EvalOptions, RunOptions, TrainConfig
 from dflash_ext.errors import UserError
 from dflash_ext.ranks import Ranks
 from dflash_ext.run import claim_run
@@ -58,7 +58,3 @@ def test_a_run_that_begins_anew_has_no_best(tmp_path):
 def test_options_that_cannot_be():
     with pytest.raises(UserError, match="decode_every 5 has nothing to decode"):
         EvalOptions(decode_every=5, prompts_per_set=0)
-    with pytest.raises(UserError, match="needs target and drafter in one process"):
-        TrainConfig(
-            eval=EvalOptions(decode_every=5), topology=TopologyOptions(targets=1, drafters=1)
-        )

@@ -77,7 +77,11 @@ def test_two_targets_and_a_drafter_are_one_process_to_the_bit(world, tmp_path):
     """By the command line, as a user starts it."""
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
     options = EvalOptions(
-        prompts=(str(world / "prompts.txt"),), prompts_per_set=1, max_new_tokens=4, every=5
+        prompts=(str(world / "prompts.txt"),),
+        prompts_per_set=1,
+        max_new_tokens=4,
+        every=5,
+        decode_every=6,
     )
     same = {
         "batch": {"draws": 2},
@@ -97,6 +101,13 @@ def test_two_targets_and_a_drafter_are_one_process_to_the_bit(world, tmp_path):
         a, b = (json.loads((f / name).read_text()) for f in (alone, ranks))
         assert a.get("rows") == b.get("rows")
         assert a.get("drafter") == b.get("drafter")
+    decoded = [
+        {r["step"]: r["accept_len"] for r in records(folder, "decoded")}
+        for folder in (alone, ranks)
+    ]
+    assert list(decoded[0]) == [6, 12]
+    assert decoded[1].items() <= decoded[0].items()  # target 0 may leave out a step, not the last
+    assert decoded[1][12] == decoded[0][12]
     for record in records(ranks):
         assert record["limit"] in ("target", "drafter", "transfer")
         for share in ("wait_target", "wait_drafter", "wait_transfer"):
