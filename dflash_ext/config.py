@@ -214,9 +214,10 @@ class EvalOptions:
     def __post_init__(self) -> None:
         _at_least(self, prompts_per_set=0, max_new_tokens=1, every=0, max_validation_blocks=1)
         _at_least(self, batch=1, decode_every=0)
-        if self.decode_every and not self.prompts_per_set:
+        if self.decode_every and not (self.prompts and self.prompts_per_set):
             raise UserError(
-                f"decode_every {self.decode_every} has nothing to decode: give prompts_per_set"
+                f"decode_every {self.decode_every} has nothing to decode: give prompts and "
+                "prompts_per_set"
             )
 
 

@@ -58,3 +58,5 @@ def test_a_run_that_begins_anew_has_no_best(tmp_path):
 def test_options_that_cannot_be():
     with pytest.raises(UserError, match="decode_every 5 has nothing to decode"):
         EvalOptions(decode_every=5, prompts_per_set=0)
+    with pytest.raises(UserError, match="decode_every 5 has nothing to decode"):
+        EvalOptions(decode_every=5, prompts=())
