@@ -11,6 +11,7 @@ import torch
 from test_train import config_of, resumed, world  # noqa: F401
 from tiny_targets import one_thread, tiny_model, tiny_tokenizer  # noqa: F401
 
+from dflash_ext import judge as judge_module
 from dflash_ext import samples as samples_module
 from dflash_ext import train as train_module
 from dflash_ext.checkpoint import checkpoints
@@ -181,7 +182,7 @@ def test_prompt_files_of_one_name_are_two_sets(world, tmp_path):
         file.write_text(text + "\n")
     names = tuple(map(str, files))
     target = Target.load(world / "target", tap_ids=(0, 2))
-    sets = encoded_prompts(target, EvalOptions(prompts=names, prompts_per_set=1))
+    sets = encoded_prompts(target, names, 1)
     assert tuple(sets) == names
     assert sets[names[0]] != sets[names[1]]
     assert short_names([*names, "x/other.txt", "gsm8k"]) == {
@@ -200,7 +201,7 @@ def test_the_table_is_shown_even_if_results_cannot_be_saved(
     def full(*args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(train_module, "save", full)
+    monkeypatch.setattr(judge_module, "save", full)
     prompts = EvalOptions(
         prompts=(str(world / "prompts.txt"),), prompts_per_set=1, max_new_tokens=4, every=0
     )
