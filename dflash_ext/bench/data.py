@@ -2,7 +2,8 @@
 
 Preparing is measured on `--rows` synthetic conversations against the tokenizer library alone, which
 gets the same rendered texts in the same batches: with its own threads, and (faster) in as many
-processes as `prepare` uses. Rounds are interleaved. Opening, planning and reading are measured on a
+processes as `prepare` uses. Rounds are interleaved and short, and ratios are medians of those of a
+round: a shared machine changes its speed by a fifth from one minute to the next. Opening, planning and reading are measured on a
 store of `--store-rows` samples that is written directly and removed afterwards.
 """
 
@@ -36,8 +37,8 @@ from dflash_ext.data.templates import load_tokenizer
 from dflash_ext.errors import UserError
 from dflash_ext.record import save
 
-ROUNDS = 3
-ALONE_ROWS = 24 * BLOCK_ROWS
+ROUNDS = 9
+ALONE_ROWS = 10 * BLOCK_ROWS
 """Rows of one round of the library alone."""
 
 Batches = list[list[str]]
@@ -231,15 +232,18 @@ def medians(rates: Rates) -> dict[str, tuple[float, float]]:
     }
 
 
-def table(
-    rates: dict[str, tuple[float, float]], more: dict[str, float], reading: dict[str, float]
-) -> list[dict[str, str]]:
+def table(rates: Rates, more: dict[str, float], reading: dict[str, float]) -> list[dict[str, str]]:
     """The rows of the result: what, measured, required."""
-    own = rates["prepare"][0]
+    rows, tokens = medians(rates)["prepare"]
+
+    def ratio(name: str) -> str:
+        found = [own[0] / alone[0] for own, alone in zip(rates["prepare"], rates[name])]
+        return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
     lines = [
-        ("prepare", f"{own:.0f} rows/s, {rates['prepare'][1] / 1e6:.2f} M tokens/s", ""),
+        ("prepare", f"{rows:.0f} rows/s, {tokens / 1e6:.2f} M tokens/s", ""),
         *(
-            (f"prepare / library alone, {how}", f"{own / rates[name][0]:.2f}", limit)
+            (f"prepare / library alone, {how}", ratio(name), limit)
             for name, how, limit in (
                 ("processes", "as many processes, without offsets", "0.9"),
                 ("fast threads", "its threads, without offsets", ""),
@@ -262,7 +266,7 @@ def table(
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench data", description=__doc__)
-    parser.add_argument("--rows", type=int, default=90_000, help="conversations to prepare")
+    parser.add_argument("--rows", type=int, default=54_000, help="conversations to prepare")
     parser.add_argument("--store-rows", type=int, default=1_100_000, help="samples to read")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", type=Path, help="where files may lie (about 10 GB)")
@@ -274,7 +278,7 @@ def main(argv: Sequence[str]) -> None:
         rates, more = measure_prepare(Path(scratch), args.rows, args.workers)
         reading = measure_reading(Path(scratch), args.store_rows)
     middle = medians(rates)
-    rows = table(middle, more, reading)
+    rows = table(rates, more, reading)
     million = 1.1e6 / middle["prepare"][0] / 60
     note = (
         f"{args.rows} conversations of {more['tokens_per_row']:.0f} tokens prepared (1.1 M would "
