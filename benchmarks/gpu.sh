@@ -58,7 +58,7 @@ run_step() {
     step) # the composition beside it compiles flex_attention once a batch
       # shellcheck disable=SC2086
       step step "${STEP_SECONDS:-400}" python3 -m dflash_ext.bench step \
-        --out "$out/step_h200.json" ${STEP_OPTIONS:-} ;;
+        --json "$out/step_h200.json" ${STEP_OPTIONS:-} ;;
     sanitizer) # small problems only: a checked kernel runs one to two orders slower
       path=$(tool compute-sanitizer)
       [ -n "$path" ] || { failed+=(sanitizer); return; }

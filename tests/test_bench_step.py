@@ -58,7 +58,7 @@ def test_the_step_s_gradients_are_the_composition_s(kinds):
 
 def test_bench_step_measures_and_saves(tiny, tmp_path):
     out = tmp_path / "step.json"
-    step.main(["--device", "cpu", "--rounds", "2", "--walk", "10", "--out", str(out)])
+    step.main(["--device", "cpu", "--rounds", "2", "--walk", "10", "--json", str(out)])
     result = json.loads(out.read_text())
     (row,), (walk,) = result["rows"], result["walks"]
     parts = row["forward_ms"] + row["loss_ms"] + row["backward_ms"]
@@ -75,7 +75,7 @@ def test_bench_step_measures_and_saves(tiny, tmp_path):
 def test_a_composition_that_computes_something_else_ends_the_benchmark(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(Baseline, "loss", lambda self: torch.tensor(1.0, requires_grad=True))
     with pytest.raises(RuntimeError, match="the composition's is 1"):
-        step.main(["--device", "cpu", "--rounds", "1", "--out", str(tmp_path / "x.json")])
+        step.main(["--device", "cpu", "--rounds", "1", "--json", str(tmp_path / "x.json")])
 
 
 def test_wrong_options_are_one_line_errors():

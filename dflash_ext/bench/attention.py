@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dflash_ext.bench import anchors, plot, tables
+from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.first_call import first_calls
 from dflash_ext.bench.problem import (
     BACKWARD_FLOPS,
@@ -193,11 +194,7 @@ def bench_cpu(shapes: Sequence[Shape], rounds: int) -> Row:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench attention")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument(
-        "--rounds", type=int, default=None, help="interleaved rounds per shape (7; CPU: 3)"
-    )
+    parser = parser_of("attention", __doc__)
     for name, what in (
         ("flex", "torch's compiled flex_attention on A-D"),
         ("dense", "cuDNN's dense causal attention in every row"),
@@ -207,16 +204,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(
             f"--{name}", action=argparse.BooleanOptionalAction, help=f"{what} (CUDA: on)"
         )
-    parser.add_argument("--json", type=Path, default=None, help="where to keep the numbers")
     parser.add_argument("--png", type=Path, default=None, help="draw the speeds into this file")
-    args = parser.parse_args(argv)
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.rounds is None:
-        args.rounds = 7 if args.device == "cuda" else 3
-    if args.rounds < 1:
-        raise UserError(f"--rounds {args.rounds}: expected at least 1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
+    args = parsed(parser, argv, rounds=7, cpu_rounds=3)
     for name in ("flex", "dense", "sweeps", "first_calls"):
         given = getattr(args, name)
         if args.device == "cuda":

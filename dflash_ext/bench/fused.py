@@ -7,10 +7,8 @@ computes the same. What differs by more than bf16 explains is an error, not a ro
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_ext.bench.anchors import WrongResult
+from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.tables import fused_table
 from dflash_ext.bench.timing import Run, interleaved, rounded
-from dflash_ext.errors import UserError
 from dflash_ext.ops import norm, rotary, swiglu
 from dflash_ext.record import save
 
@@ -222,16 +220,8 @@ def measure(found: Pass, copy: Run, copied: int, device: str, rounds: int) -> di
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench fused", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds per pass")
-    parser.add_argument("--json", type=Path, default=None, help="where to keep the numbers")
-    args = parser.parse_args(argv)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
-    if args.rounds < 1:
-        raise UserError(f"--rounds {args.rounds}: expected at least 1")
+    args = parsed(parser_of("fused", __doc__), argv, rounds=7, cpu_rounds=7)
+    device = args.device
     torch.manual_seed(0)
     sizes, dtype = (CUDA, torch.bfloat16) if device == "cuda" else (CPU, torch.float32)
     copy, rows = copy_run(sizes.copied, device), []

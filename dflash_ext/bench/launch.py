@@ -7,20 +7,18 @@ same call, so its numbers include the (tiny) work.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dflash_ext.bench import tables
+from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.problem import make_problem
 from dflash_ext.bench.recorder import recorded
 from dflash_ext.bench.shapes import Shape
 from dflash_ext.bench.timing import Run, host_seconds, rounded
-from dflash_ext.errors import UserError
 from dflash_ext.ops import attention, layout
 from dflash_ext.record import save
 
@@ -71,16 +69,8 @@ def measure(device: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench launch")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--rounds", type=int, default=200, help=f"batches of {BATCH} calls each")
-    parser.add_argument("--json", type=Path, default=None, help="where to keep the numbers")
-    args = parser.parse_args(argv)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
-    if args.rounds < 1:
-        raise UserError(f"--rounds {args.rounds}: expected at least 1")
+    args = parsed(parser_of("launch", __doc__), argv, rounds=200, cpu_rounds=200)
+    device = args.device
     rows = measure(device, args.rounds)
     print(tables.launch_table(rows))
     if args.json:

@@ -8,7 +8,6 @@ anchor counts: does memory grow, and is a never-seen shape slower than the same 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.bench import anchors
+from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.composition import Composition, mixes, numerator, slot_embeddings
 from dflash_ext.bench.step_problem import (
     DRAFTERS,
@@ -264,33 +264,32 @@ def walk(drafter: str, device: str, steps: int, blocks_at_once: int, largest: in
     return {k: rounded(v) if isinstance(v, float) else v for k, v in row.items()}
 
 
+def keep(path: Path | None, result: Row) -> None:
+    """After each row, so that a time limit loses nothing."""
+    if path is not None:
+        save(path, result)
+
+
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench step", description=__doc__)
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    parser = parser_of("step", __doc__)
     parser.add_argument("--drafters", nargs="+", choices=sorted(DRAFTERS))
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--blocks-at-once", type=int, default=1024)
     parser.add_argument("--walk", type=int, help="steps of random shapes (default 1000; CPU 20)")
     parser.add_argument("--no-baseline", action="store_true")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(argv)
-    if args.device == "cuda" and not cuda:
-        raise UserError("--device cuda, but torch finds no GPU: use --device cpu")
-    if min(args.rounds, args.blocks_at_once) < 1 or (args.walk or 0) < 0:
-        raise UserError("--rounds and --blocks-at-once must be at least 1, --walk at least 0")
+    args = parsed(parser, argv, rounds=7, cpu_rounds=3)
+    if args.blocks_at_once < 1 or (args.walk or 0) < 0:
+        raise UserError("--blocks-at-once must be at least 1, --walk at least 0")
     on_gpu = args.device == "cuda"
-    out = args.out or Path(f"benchmarks/step_{'h200' if on_gpu else 'cpu'}.json")
     result: Row = {"benchmark": "step", "rows": [], "walks": []}
     for drafter in args.drafters or (("qwen3-8b", "qwen3.6-27b") if on_gpu else ("small",)):
         for case in cases(drafter):
             row = measure(case, args.device, args.rounds, args.blocks_at_once, not args.no_baseline)
             result["rows"].append(row)
-            save(out, result)
+            keep(args.json, result)
             print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     steps = args.walk if args.walk is not None else (1000 if on_gpu else 20)
     if steps:
         drafter, largest = ("qwen3-8b", 8192) if on_gpu else ("small", 512)
         result["walks"].append(walk(drafter, args.device, steps, args.blocks_at_once, largest))
-        save(out, result)
+        keep(args.json, result)
         print(" ".join(f"{key} {value}" for key, value in result["walks"][0].items()), flush=True)

@@ -8,10 +8,8 @@ CUDA the shape of a Qwen3-8B drafter with 4 x 512 anchors of 16 slots, on the CP
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_ext.bench.anchors import WrongResult
+from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.step import peak_of
 from dflash_ext.bench.timing import Run, interleaved, rounded
-from dflash_ext.errors import UserError
 from dflash_ext.loss import LOSSES, LossKind, Teacher, needs_teacher, vocabulary_loss
 from dflash_ext.ops.soft_labels import Chunk, kl_divergence_, negative_log_acceptance_
 from dflash_ext.ops.vocabulary import (
@@ -175,16 +173,8 @@ def _tidy(row: Row) -> Row:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench vocabulary")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=None)
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds")
-    parser.add_argument("--json", type=Path, default=None, help="where to keep the numbers")
-    args = parser.parse_args(argv)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
-    if args.rounds < 1:
-        raise UserError(f"--rounds {args.rounds}: expected at least 1")
+    args = parsed(parser_of("vocabulary", __doc__), argv, rounds=7, cpu_rounds=7)
+    device = args.device
     problem = Problem(CUDA_SIZE if device == "cuda" else CPU_SIZE, device)
     result: Row = {"benchmark": "vocabulary", "device": device, "rounds": args.rounds}
     for name, measure in (("loss", loss_row), ("operators", operator_rows)):
