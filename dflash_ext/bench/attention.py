@@ -30,7 +30,7 @@ from dflash_ext.bench.problem import (
     without_window,
 )
 from dflash_ext.bench.shapes import CPU_SHAPES, CUDA_SHAPES, Shape, missed, sweeps
-from dflash_ext.bench.timing import Run, interleaved, rounded
+from dflash_ext.bench.timing import Run, interleaved, rounded, tidy
 from dflash_ext.errors import UserError
 from dflash_ext.ops import attention as operator
 from dflash_ext.record import environment, save
@@ -76,10 +76,6 @@ def window_overhead(pairs: int, plain_pairs: int, seconds: Mapping[str, float]) 
     for p in PASSES:
         row[f"{p}_overhead"] = (seconds[p] / pairs) / (seconds[f"plain {p}"] / plain_pairs) - 1
     return row
-
-
-def tidy(row: Row) -> Row:
-    return {k: rounded(v) if isinstance(v, float) else v for k, v in row.items()}
 
 
 class CudaBench:

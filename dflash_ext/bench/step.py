@@ -27,7 +27,7 @@ from dflash_ext.bench.step_problem import (
     random_batch,
     random_trainer,
 )
-from dflash_ext.bench.timing import rounded, synchronise
+from dflash_ext.bench.timing import synchronise, tidy
 from dflash_ext.blocks import Blocks
 from dflash_ext.config import OptimOptions
 from dflash_ext.errors import UserError
@@ -184,7 +184,7 @@ def measure(case: Case, device: str, rounds: int, blocks_at_once: int, baseline:
     row["mfu"] = operations / medians["step"] / 1e9 / product_rate
     if "baseline" in medians:
         row["over_baseline"] = medians["baseline"] / medians["step"]
-    return {k: rounded(v) if isinstance(v, float) else v for k, v in row.items()}
+    return tidy(row)
 
 
 def _baseline(
@@ -261,7 +261,7 @@ def walk(drafter: str, device: str, steps: int, blocks_at_once: int, largest: in
     if device == "cuda":
         row |= {"reserved_first_gib": reserved[0], "reserved_last_gib": reserved[-1]}
         row["reserved_growth"] = max(reserved) / reserved[0] - 1
-    return {k: rounded(v) if isinstance(v, float) else v for k, v in row.items()}
+    return tidy(row)
 
 
 def keep(path: Path | None, result: Row) -> None:

@@ -107,3 +107,8 @@ def host_seconds(run: Run, device: str, repeats: int) -> float:
 def rounded(x: float) -> float:
     """Four significant digits: what a kept result needs, and no more."""
     return float(f"{x:.4g}")
+
+
+def tidy(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A result's row with its numbers rounded."""
+    return {k: rounded(v) if isinstance(v, float) else v for k, v in row.items()}

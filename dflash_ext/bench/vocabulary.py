@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dflash_ext.bench.anchors import WrongResult
 from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.step import peak_of
-from dflash_ext.bench.timing import Run, interleaved, rounded
+from dflash_ext.bench.timing import Run, interleaved, tidy
 from dflash_ext.loss import LOSSES, LossKind, Teacher, needs_teacher, vocabulary_loss
 from dflash_ext.ops.soft_labels import Chunk, kl_divergence_, negative_log_acceptance_
 from dflash_ext.ops.vocabulary import (
@@ -133,7 +133,7 @@ def operator_rows(problem: Problem, rounds: int) -> list[Row]:
         for name in runs:
             row |= {f"{name}_ms": seconds[name] * 1e3, f"{name}_gb_s": rate[name]}
         row |= {f"{n}_over_copy": rate[n] / rate["copy"] for n in runs if n != "copy"}
-        rows.append(_tidy(row))
+        rows.append(tidy(row))
     return rows
 
 
@@ -165,11 +165,7 @@ def loss_row(problem: Problem, rounds: int) -> Row:
     row |= {f"{name}_ms": t * 1e3 for name, t in seconds.items()}
     row["ce_over_products"] = seconds["ce"] / seconds["products"]
     row["naive_over_ce"] = seconds["naive"] / seconds["ce"]
-    return _tidy(row)
-
-
-def _tidy(row: Row) -> Row:
-    return {k: rounded(v) if isinstance(v, float) else v for k, v in row.items()}
+    return tidy(row)
 
 
 def main(argv: list[str]) -> None:

@@ -20,13 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from dflash_ext import _C
 from dflash_ext.ops.layout import AttentionLayout
+from dflash_ext.ops.rows import check_pointer, place, readable
 
 HEAD_DIMS = (64, 128, 256)
 MAX_GQA_RATIO = 16
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 CUDA_DTYPES = (torch.bfloat16,)
 # The CUDA kernels copy 16 bytes at a time and were promised strides in multiples of 16 elements.
-POINTER_ALIGNMENT = 16
 STRIDE_ALIGNMENT = 16
 # The Hopper kernels (TMA, wgmma) take tiles of 128 rows, each a whole number of blocks, and are
 # compiled for these head dims and numbers of own keys.
@@ -117,11 +117,7 @@ def _check(t: Tensors, layout: AttentionLayout) -> None:
 
 
 def _check_alignment(name: str, x: Tensor) -> None:
-    if x.data_ptr() % POINTER_ALIGNMENT:
-        raise ValueError(
-            f"{name} starts {x.data_ptr() % POINTER_ALIGNMENT} bytes past a multiple of "
-            f"{POINTER_ALIGNMENT}: the kernels need that alignment, call .clone()"
-        )
+    check_pointer(name, x)
     row, head, _ = x.stride()
     if row % STRIDE_ALIGNMENT or head % STRIDE_ALIGNMENT:
         raise ValueError(
@@ -197,10 +193,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         t = Tensors(*tensors)
-        # Autograd may hand over an expanded (stride 0) or transposed gradient.
-        grad_out = grad_outputs[0].contiguous()
-        if t.q.is_cuda and grad_out.data_ptr() % POINTER_ALIGNMENT:
-            grad_out = grad_out.clone()
+        grad_out = readable(grad_outputs[0])
         if ctx.path == "cpu":
             grads = _backward_cpu(t, out, lse, grad_out, ctx.layout, ctx.scale)
         else:
@@ -272,11 +265,8 @@ def _backward_cpu(
 
 def _cuda_arguments(t: Tensors, layout: AttentionLayout, scale: float) -> dict[str, Any]:
     """The launch arguments all three kernels share (names as in python/dflash_kernels)."""
-    device = t.q.device
     arguments: dict[str, Any] = {
-        "device": device.index,
-        "stream": torch.cuda.current_stream(device).cuda_stream,
-        "head_dim": t.q.shape[2],
+        **place(t.q, t.q.shape[2]),
         "ctx_start_ptr": layout.ctx_start.data_ptr(),
         "ctx_end_ptr": layout.ctx_end.data_ptr(),
         "num_blocks": layout.num_blocks,

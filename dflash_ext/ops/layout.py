@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext import _C
+from dflash_ext.ops.rows import place
 
 BLOCK_SIZES = (4, 8, 16, 32)
 NO_WINDOW = 2**30  # what the kernels take for "no sliding window"; larger than any context
@@ -112,11 +113,8 @@ def _empty_schedule(layout: AttentionLayout) -> Schedule:
 
 def _cuda_schedule(layout: AttentionLayout) -> Schedule:
     schedule = _empty_schedule(layout)
-    device = layout.ctx_start.device
     _C.attention_layout(
-        device=device.index,
-        stream=torch.cuda.current_stream(device).cuda_stream,
-        head_dim=0,
+        **place(layout.ctx_start),
         ctx_start_ptr=layout.ctx_start.data_ptr(),
         ctx_end_ptr=layout.ctx_end.data_ptr(),
         ranges_ptr=schedule.ranges.data_ptr(),

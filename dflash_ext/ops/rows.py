@@ -45,13 +45,17 @@ def check_rows(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> No
         check_alignment(name, x)
 
 
-def check_alignment(name: str, x: Tensor) -> None:
-    """16 bytes at a time is possible, and strides fit the kernels' 32 bits."""
+def check_pointer(name: str, x: Tensor) -> None:
     if x.data_ptr() % POINTER_ALIGNMENT:
         raise ValueError(
             f"{name} starts {x.data_ptr() % POINTER_ALIGNMENT} bytes past a multiple of "
             f"{POINTER_ALIGNMENT}: the kernels need that alignment, call .clone()"
         )
+
+
+def check_alignment(name: str, x: Tensor) -> None:
+    """16 bytes at a time is possible, and strides fit the kernels' 32 bits."""
+    check_pointer(name, x)
     if any(s % ALIGNMENT for s in outer_strides(x)) or x.shape[-1] % ALIGNMENT:
         raise ValueError(
             f"{name} is {tuple(x.shape)} with strides {x.stride()}: the kernels need a width and "

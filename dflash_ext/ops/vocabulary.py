@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext import _C
+from dflash_ext.ops.rows import place
 
 LOGITS_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 # The kernels load 16 bytes at a time and were promised rows that start at multiples of them.
@@ -164,11 +165,8 @@ def _check_rows(logits: Tensor) -> None:
 def launch(kernel: str, tensors: dict[str, Tensor]) -> None:
     """Run a kernel over the rows of tensors["logits"], on their device and its current stream."""
     logits = tensors["logits"]
-    device = logits.device
     getattr(_C, kernel)(
-        device=device.index,
-        stream=torch.cuda.current_stream(device).cuda_stream,
-        head_dim=0,
+        **place(logits),
         **{f"{name}_ptr": x.data_ptr() for name, x in tensors.items()},
         row_stride=logits.stride(0),
         V=logits.shape[1],
