@@ -15,6 +15,7 @@ from dflash_ext.drafter_rules import FULL, SLIDING
 from dflash_ext.errors import UserError
 from dflash_ext.export import check_own_vocabulary, check_pairing, load_export, read_export
 from dflash_ext.target import Target, decoder_layers
+from dflash_ext.transformers_api import rope_theta
 
 DEFAULT_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_WINDOW = 2, 8, 2048
 
@@ -89,13 +90,11 @@ def _layer_types(options: DrafterOptions) -> tuple[tuple[str, ...], int | None]:
 
 
 def _rope_theta(text: Any) -> float:
-    """The target's RoPE base; of its full-attention layers where layer types differ."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    parameters = parameters.get(FULL, parameters)
-    theta = parameters.get("rope_theta") or getattr(text, "rope_theta", None)
+    """The target's RoPE base. UserError if its config has none."""
+    theta = rope_theta(text)
     if theta is None:
         raise UserError("the target's config has no rope_theta: set --drafter.rope-theta")
-    return float(theta)
+    return theta
 
 
 def export_taps(options: DrafterOptions) -> tuple[int, ...] | None:

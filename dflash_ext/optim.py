@@ -18,12 +18,11 @@ from torch import Tensor
 from dflash_ext.config import OptimOptions
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError
+from dflash_ext.muon import Muon
 from dflash_ext.parallel import local, placed_like, sum_over
 
 DEFAULT_LR = {"muon": 0.02, "adamw": 6e-4}
 DEFAULT_VECTOR_LR = 6e-4
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Keller Jordan's quintic coefficients, torch.optim.Muon's default."""
 
 
 def lr_factor(step: int, total: int, options: OptimOptions) -> float:
@@ -42,56 +41,6 @@ def lr_factor(step: int, total: int, options: OptimOptions) -> float:
         decay = max(1, math.ceil(options.decay_fraction * total))
         fall = min(1.0, max(0.0, (total - step) / decay))
     return options.min_lr_ratio + (1 - options.min_lr_ratio) * fall
-
-
-def orthogonalise(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """Newton-Schulz iteration of Muon in the dtype of `matrix` [m, n]."""
-    a, b, c = NEWTON_SCHULZ
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
-
-
-def muon_class() -> type[torch.optim.Optimizer]:
-    """torch.optim.Muon with its iteration in fp32 on CPUs; UserError before torch 2.9.
-
-    torch always iterates in bf16, which a CPU without bf16 matrix units multiplies about fifty
-    times slower than fp32 (5.4 s against 0.1 s for one 576 x 1536 matrix on two AVX2 cores).
-    """
-    if not hasattr(torch.optim, "Muon"):
-        raise UserError(
-            f"torch {torch.__version__} has no Muon: use torch 2.9 or newer, or --optim.name adamw"
-        )
-
-    class Muon(torch.optim.Muon):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            if closure is not None:
-                raise ValueError("a closure is not supported")
-            if any(p.is_cuda for group in self.param_groups for p in group["params"]):
-                super().step()
-                return
-            for group in self.param_groups:
-                decay, momentum = 1 - group["lr"] * group["weight_decay"], group["momentum"]
-                for p in group["params"]:
-                    if p.grad is None:
-                        continue
-                    state = self.state[p]
-                    if not state:
-                        state["momentum_buffer"] = torch.zeros_like(p.grad)
-                    buffer = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-                    update = p.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
-                    m, n = p.shape
-                    adjust = math.sqrt(max(1, m / n))
-                    if group["adjust_lr_fn"] == "match_rms_adamw":
-                        adjust = 0.2 * math.sqrt(max(m, n))
-                    update = orthogonalise(update, group["ns_steps"], group["eps"])
-                    p.mul_(decay).add_(update, alpha=-group["lr"] * adjust)
-
-    return Muon
 
 
 @dataclass(frozen=True)
@@ -165,13 +114,13 @@ class DrafterOptimizer:
         self.optimizers: list[torch.optim.Optimizer] = []
         if options.name == "muon":
             self.optimizers.append(
-                muon_class()(
+                Muon(
                     matrices,
                     lr=lr,
                     weight_decay=options.weight_decay,
                     momentum=options.momentum,
                     adjust_lr_fn=options.muon_adjust,
-                )  # type: ignore[call-arg]
+                )
             )
         else:
             groups.append({"params": matrices, "lr": lr, "weight_decay": options.weight_decay})

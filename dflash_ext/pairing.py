@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_ext.errors import UserError
 from dflash_ext.layouts import TargetLabel
 from dflash_ext.mask_token import named_token_ids
 from dflash_ext.target import Target, load_tokenizer
+from dflash_ext.transformers_api import read_config
 
 USED_TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id")
 
@@ -48,13 +48,7 @@ class TargetFacts:
 
         UserError if there is none.
         """
-        from transformers import AutoConfig
-
-        try:
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"target {path!r} has no readable config.json: {reason}") from error
+        config = read_config(path, trust_remote_code=trust_remote_code)
         return _of_config(config, path, load_tokenizer(path, trust_remote_code))
 
 

@@ -18,6 +18,7 @@ from dflash_ext.pipeline import Waits
 from dflash_ext.target import Target, decoder_layers
 from dflash_ext.topology import Topology
 from dflash_ext.trainer import Trainer
+from dflash_ext.transformers_api import active_experts, head_dim
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,14 @@ class TargetCost:
         text = target.model.config.get_text_config()
         count = max(target.handed_taps) + 1
         layers = list(decoder_layers(target.model, target.num_layers))[:count]
-        # Of a mixture's experts a token passes a few.
-        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-        active = getattr(text, "num_experts_per_tok", 1) / experts if experts else 1.0
+        active = active_experts(text)
         weights = sum(
             p.numel() * (active if "expert" in name else 1.0)
             for layer in layers
             for name, p in layer.named_parameters()
             if p.dim() > 1
         )
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        return cls(2.0 * weights, 4.0 * text.num_attention_heads * head_dim * count)
+        return cls(2.0 * weights, 4.0 * text.num_attention_heads * head_dim(text) * count)
 
     def batch(self, batch: PackedBatch) -> float:
         n = batch.lengths().double()

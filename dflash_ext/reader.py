@@ -19,6 +19,7 @@ from torch import Tensor
 from dflash_ext.errors import UserError
 from dflash_ext.placement import to_device
 from dflash_ext.target import Target
+from dflash_ext.transformers_api import attention_implementation, keys_and_values
 from dflash_ext.tree import ancestors, depths, is_chain
 
 # Layers whose whole state is keys and values, one column per token.
@@ -181,9 +182,8 @@ class AttentionReader:
         alone = DynamicCache()
         logits, features = _start(self.target, alone, prompt, taps)
         for layer, read in zip(self._layers, alone.layers):
-            keys, values = getattr(read, "keys", None), getattr(read, "values", None)
-            if keys is not None:  # some models share the columns of an earlier layer
-                layer.fill(row, keys, values)
+            if (columns := keys_and_values(read)) is not None:
+                layer.fill(row, *columns)
         self._set_length({row: len(prompt)})
         return logits, features
 
@@ -208,7 +208,7 @@ class AttentionReader:
         width, device = max(self.lengths), self.target.device
         if all(n == width for n in self.lengths) and all(map(is_chain, parents)):
             return None  # plain causality, for which there are faster kernels
-        kind = self.target.model.config.get_text_config()._attn_implementation
+        kind = attention_implementation(self.target.model.config.get_text_config())
         if kind not in MASKED_ATTENTION:
             raise UserError(
                 f"target {self.target.path!r} uses {kind} attention, which takes no mask: trees "

@@ -11,11 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from dflash_ext.transformers_api import PLAIN_CALLS
+
 # Bases whose __call__ adds nothing in inference or in our training: replacing it loses nothing.
-_PLAIN_CALLS = (
-    "torch.nn.modules.module.Module",
-    "transformers.modeling_layers.GradientCheckpointingLayer",
-)
+_PLAIN_CALLS = ("torch.nn.modules.module.Module", *PLAIN_CALLS)
 
 _shielded: dict[Any, type[nn.Module]] = {}
 """A class -> its subclass of the same name with a `__call__` of its own."""

@@ -30,6 +30,7 @@ from dflash_ext.teacher import final_norm
 from dflash_ext.topology import Course
 from dflash_ext.trainer import Trainer
 from dflash_ext.transfer import FeatureBatch
+from dflash_ext.transformers_api import read_config
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,9 @@ def random_target(
 
     The same on every rank with the same kind of device. It has no tokenizer.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    try:
-        shape = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"target {path!r} has no readable config.json: {error}") from error
+    shape = read_config(path)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape, dtype=DTYPES[dtype])

@@ -6,18 +6,15 @@ release builds a model's forward. Shapes: T packed tokens, K taps, Ht target hid
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dflash_ext.batch import PackedBatch
@@ -25,6 +22,14 @@ from dflash_ext.errors import UserError
 from dflash_ext.mask_token import named_token_ids, resolve_mask_token_id
 from dflash_ext.plan import plan_subbatches
 from dflash_ext.transfer import FeatureBatch, with_last_layer
+from dflash_ext.transformers_api import (
+    cache_argument,
+    last_logits_only,
+    layer_types,
+    load_model,
+    read_tokenizer,
+    sliding_window,
+)
 
 log = logging.getLogger(__name__)
 
@@ -98,35 +103,10 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     return max(found, key=lambda pair: pair[0])[1]
 
 
-def cache_argument(model: nn.Module) -> str:
-    """Name under which a model's forward takes its cache: transformers renames it."""
-    known = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in known else "past_key_values"  # all that 5.6 knows
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging as their_logging
-
-    shown = their_logging.is_progress_bar_enabled()
-    their_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            their_logging.enable_progress_bar()
-
-
 def load_tokenizer(name: str, trust_remote_code: bool) -> Any:
     """The tokenizer beside a model, or None if there is none."""
-    import transformers
-
-    folder = Path(name)
-    # Without files transformers may invent an empty tokenizer from the model type alone.
-    if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
-        return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return read_tokenizer(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a broken file raises whatever its reader trips over
         log.warning("target %s: its tokenizer cannot be loaded: %s", name, error)
         return None
@@ -166,7 +146,7 @@ class Target:
         self._vocabulary: Vocabulary | None = None
         self._local = threading.local()
         self._cache_argument = cache_argument(model)
-        self._can_cut_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._last_logits_only = last_logits_only(model)
         self._layers = decoder_layers(model, self.num_layers)
         self.handed_taps = self.tap_ids
         """Taps of a feature batch."""
@@ -197,26 +177,16 @@ class Target:
         UserError if it cannot be loaded, would need to run its own code, is fp16, or `device` is
         no GPU of this machine.
         """
-        import transformers
-
         resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if resolved not in DTYPES.values():
+        if resolved is None or resolved not in DTYPES.values():
             raise UserError(f"target dtype {dtype} is not supported: use one of {list(DTYPES)}")
         device, gpus = torch.device(device), torch.cuda.device_count()
         if device.type == "cuda" and (device.index or 0) >= gpus:
             raise UserError(f"device '{device}' is not available: torch sees {gpus} GPUs")
         name = str(path_or_id)
-        try:
-            with _no_progress_bars():  # the program has one progress display, its own
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    name, dtype=resolved, trust_remote_code=trust_remote_code
-                )
-        # Also a missing quantisation package, a truncated file, weights of another shape.
-        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"target {name!r} cannot be loaded as a causal LM: {reason}") from error
+        model = load_model(name, resolved, trust_remote_code=trust_remote_code)
         return cls(
-            model.to(device),  # type: ignore[arg-type]  # transformers' own annotation
+            model.to(device),
             load_tokenizer(name, trust_remote_code),
             tap_ids=tap_ids,
             path=name,
@@ -338,18 +308,12 @@ class Target:
     @property
     def layer_types(self) -> set[str]:
         """Kinds of state its decoder layers keep, by transformers' names."""
-        config = self.model.config.get_text_config()
-        named = set(getattr(config, "layer_types", None) or ())
-        # A config without layer_types has one kind of layer.
-        return named or {"sliding_attention" if self.window is not None else "full_attention"}
+        return set(layer_types(self.model.config.get_text_config()))
 
     @property
     def window(self) -> int | None:
         """Positions that a sliding layer sees, its own included; None if no layer slides."""
-        config = self.model.config.get_text_config()
-        if getattr(config, "use_sliding_window", True) is False:
-            return None
-        return getattr(config, "sliding_window", None)
+        return sliding_window(self.model.config.get_text_config())
 
     @torch.no_grad()
     def forward_with_taps(
@@ -371,8 +335,8 @@ class Target:
         keywords: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
         if mask is not None:
             keywords["attention_mask"] = mask
-        if last_only and self._can_cut_logits:
-            keywords["logits_to_keep"] = 1
+        if last_only:
+            keywords |= self._last_logits_only
         capture = _Capture(None, stop=None) if taps else None
         output = self._run(capture, input_ids=input_ids, position_ids=positions, **keywords)
         logits = output.logits[:, -1:] if last_only else output.logits

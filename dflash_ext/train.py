@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.best import DECODED, VALIDATION, Best
@@ -32,7 +31,7 @@ from dflash_ext.judge import Judge, comparison_of
 from dflash_ext.launch import start_local, world_size
 from dflash_ext.metrics import summarise, sums_size
 from dflash_ext.monitor import Monitor
-from dflash_ext.optim import DrafterOptimizer, StepResult, muon_class
+from dflash_ext.optim import DrafterOptimizer, StepResult
 from dflash_ext.pipeline import Book, InProcess, Source, own_handovers
 from dflash_ext.placement import to_device
 from dflash_ext.questions import Answerer, Decoding, Far, Near
@@ -56,6 +55,7 @@ from dflash_ext.startup import (
 from dflash_ext.topology import Handover, validates
 from dflash_ext.trainer import Validation
 from dflash_ext.transfer import FeatureBatch
+from dflash_ext.transformers_api import hide_progress_bars
 from dflash_ext.uses import Uses
 from dflash_ext.watch import INTERRUPTED
 from dflash_ext.worker import as_rank
@@ -84,8 +84,6 @@ def train(config: TrainConfig, ranks: Ranks | None = None) -> int:
     Interrupted by Ctrl-C it saves and returns 130.
     """
     ranks = ranks or Ranks(device=resolve_device(config.device))
-    if config.optim.name == "muon":
-        muon_class()  # a torch too old for it is reported at once
     if not ranks.first:
         return _train(config, ranks, None, None, Monitor(None))
     with claim_run(config) as (folder, checkpoint):
@@ -382,7 +380,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         defaults = dataclasses.replace(defaults, drafter=DrafterOptions())
         config = parse()
     check_given(config)
-    transformers_logging.disable_progress_bar()  # it would break through our own display
+    hide_progress_bars()
     if started_as_rank():
         return as_rank(config, train)
     size = world_size(config)

@@ -67,7 +67,7 @@ def config_of(world: Path, folder: Path, **changes) -> TrainConfig:
         data=DataOptions(train=str(world / "chat.jsonl"), held_out=6, max_length=64),
         drafter=DrafterOptions(num_layers=1, block_size=4),
         loss=LossOptions(chunk_rows=64),
-        optim=OptimOptions(name="muon" if hasattr(torch.optim, "Muon") else "adamw", lr=0.01),
+        optim=OptimOptions(name="muon", lr=0.01),
         batch=BatchOptions(
             token_budget=120, max_documents=6, anchors_per_sequence=4, anchor_budget=24, draws=2
         ),

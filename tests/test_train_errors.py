@@ -16,7 +16,7 @@ from dflash_ext import samples as samples_module
 from dflash_ext import train as train_module
 from dflash_ext.checkpoint import checkpoints
 from dflash_ext.comparison import Comparison, encoded_prompts, short_names
-from dflash_ext.config import DataOptions, DrafterOptions, EvalOptions, OptimOptions, TargetOptions
+from dflash_ext.config import DataOptions, DrafterOptions, EvalOptions, TargetOptions
 from dflash_ext.data.store import StoreWriter, TokenStore
 from dflash_ext.errors import UserError
 from dflash_ext.optim import DrafterOptimizer
@@ -56,15 +56,6 @@ def test_mistakes_are_found_before_the_target_writes_data(
         changes = {"target": dataclasses.replace(config.target, mask_token_id=10_000)}
     with pytest.raises(UserError, match=message):
         train(dataclasses.replace(config, **changes))
-
-
-def test_a_torch_without_muon_is_found_first(world, tmp_path, monkeypatch):
-    monkeypatch.delattr(torch.optim, "Muon", raising=False)
-    monkeypatch.setattr(train_module, "prepare_files", refuse)
-    config = config_of(world, tmp_path / "run", optim=OptimOptions(name="muon"))
-    with pytest.raises(UserError, match="has no Muon"):
-        train(config)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_sample_beyond_the_budget_is_found_before_any_decoding(

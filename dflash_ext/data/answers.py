@@ -17,12 +17,12 @@ from torch import Tensor
 from dflash_ext.data.decoding import (
     CHECK_EVERY,
     DROP_SHARE,
-    can_drop_rows,
     forward,
     sample_top_p,
     start_cache,
     up_to_stop,
 )
+from dflash_ext.transformers_api import can_drop_rows
 
 
 @dataclass(frozen=True)

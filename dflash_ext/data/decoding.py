@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, DynamicLayer
 
-from dflash_ext.target import cache_argument
+from dflash_ext.transformers_api import cache_argument, can_repeat_rows, last_logits_only
 
 # Rows are looked at, and finished ones dropped, once in so many steps: one host sync each.
 CHECK_EVERY = 8
@@ -78,8 +77,8 @@ class _Buffered(DynamicLayer):
 def forward(model: Any, ids: Tensor, cache: Any) -> Tensor:
     """Logits [R, V] of the last position; `cache` grows by `ids` [R, n]."""
     arguments: dict[str, Any] = {"use_cache": True, cache_argument(model): cache}
-    if ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters:
-        arguments["logits_to_keep"] = 1  # not a [R, n, V] of which all but a row is dropped
+    if ids.shape[1] > 1:  # not a [R, n, V] of which all but a row is dropped
+        arguments |= last_logits_only(model)
     logits: Tensor = model(input_ids=ids, **arguments).logits
     return logits[:, -1]
 
@@ -92,10 +91,10 @@ def start_cache(model: Any, ids: Tensor, rows: int, capacity: int) -> tuple[Tens
     cache = DynamicCache(config=model.config)
     logits = forward(model, ids, cache)
     if ids.shape[0] != rows:
-        if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
+        if can_repeat_rows(cache):
             cache.batch_repeat_interleave(rows)
             logits = logits.expand(rows, -1)
-        else:  # a recurrent state, for instance
+        else:
             cache = DynamicCache(config=model.config)
             logits = forward(model, ids.expand(rows, -1), cache)
     # Exactly DynamicLayer: its subclasses (sliding windows) keep less than everything.
@@ -105,10 +104,6 @@ def start_cache(model: Any, ids: Tensor, rows: int, capacity: int) -> tuple[Tens
             assert layer.values is not None
             cache.layers[i] = _Buffered(layer.keys, layer.values, capacity)
     return logits, cache
-
-
-def can_drop_rows(cache: Any) -> bool:
-    return all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
 
 
 def up_to_stop(answer: list[int], stops: list[int]) -> list[int]:

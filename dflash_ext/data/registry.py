@@ -10,7 +10,6 @@ import contextlib
 import copy
 import fcntl
 import hashlib
-import io
 import os
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_ext.errors import UserError
+from dflash_ext.transformers_api import quiet
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _convert_gguf(source: Path, gguf_file: str, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _quiet_transformers():
+    with quiet(warnings=False):
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file)
         loaded = AutoModelForCausalLM.from_pretrained(
             source, gguf_file=gguf_file, dtype=torch.bfloat16
@@ -250,21 +250,3 @@ def _check_conversion(loaded: Any, tokenizer: Any, target: Path) -> None:
     texts = [t.apply_chat_template(messages, tokenize=False) for t in (tokenizer, reloaded)]
     if texts[0] != texts[1] or tokenizer(texts[0]).input_ids != reloaded(texts[1]).input_ids:
         raise UserError("converted tokenizer differs from its GGUF; report this")
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No progress bars: they would break through the trainer's own display."""
-    from transformers.utils import logging
-
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        # The GGUF reader's own bar knows no switch, only stderr.
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()

@@ -22,7 +22,6 @@ from dflash_ext.data import decoding, store, store_files
 from dflash_ext.data.decoding import (
     CHECK_EVERY,
     DROP_SHARE,
-    can_drop_rows,
     forward,
     sample_top_p,
     start_cache,
@@ -34,6 +33,7 @@ from dflash_ext.data.store import StoreWriter, TokenStore, cached_store
 from dflash_ext.data.store_files import cache_key, code_version
 from dflash_ext.data.templates import SENTINEL, check_tokenizer, end_of_turn, render
 from dflash_ext.errors import UserError
+from dflash_ext.transformers_api import can_drop_rows, model_description
 
 TOP_P = 0.95
 _MIN_YIELD = 0.02  # usable share of the prompts below which the target is called unfit
@@ -256,9 +256,7 @@ def _sample(frame: Frame, user: list[int], answer: list[int]) -> tuple[list[int]
 
 def model_identity(model: Any) -> dict[str, Any]:
     """A model in a cache key: config, dtype, kind of device, a few values of every weight."""
-    config = model.config.to_dict()
-    for name in ("transformers_version", "_name_or_path", "dtype", "torch_dtype"):
-        config.pop(name, None)
+    config = model_description(model.config)
     weights = {}
     for name, weight in model.named_parameters():
         step = max(1, weight.numel() // 16)

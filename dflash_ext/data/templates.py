@@ -10,12 +10,12 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from dflash_ext.data.formats import Message
 from dflash_ext.data.rows import SkipRow
 from dflash_ext.errors import UserError
+from dflash_ext.transformers_api import read_tokenizer, template_compiler
 
 # Survives trimming, contains nothing a template or a tokenizer's added tokens could react to.
 SENTINEL = "Zq7Sentinel7qZ"
@@ -23,21 +23,17 @@ SENTINEL = "Zq7Sentinel7qZ"
 
 def load_tokenizer(target: str | None, *, trust_remote_code: bool) -> Any:
     """The tokenizer of a directory or hub id; none: the quickstart's. UserError if it fails."""
-    from transformers import AutoTokenizer
-
     from dflash_ext.data.registry import smollm2_dir
 
     path = target or str(smollm2_dir())
-    folder = Path(path)
-    # Without files transformers may invent an empty tokenizer from the model type alone.
-    if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
-        raise UserError(f"{path} holds no tokenizer: expected its files there, or another --target")
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    # A damaged tokenizer.json is a bare Exception, a missing library an ImportError, and so on.
+        tokenizer = read_tokenizer(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         reason = " ".join(str(error).split())
         raise UserError(f"tokenizer of {path!r} cannot be loaded: {reason}") from error
+    if tokenizer is None:
+        raise UserError(f"{path} holds no tokenizer: expected its files there, or another --target")
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -100,6 +96,7 @@ class Renderer:
         # What templates ask for the date. Only the direct call can be given a function.
         self._today = {"strftime_now": datetime.datetime.fromisoformat(date).strftime}
         self._special = dict(tokenizer.special_tokens_map)
+        self._compile = template_compiler()
         self._compiled: dict[bool, Any] = {}
         self._direct = self._is_direct()
 
@@ -139,19 +136,16 @@ class Renderer:
         return self._template(tools).environment, source
 
     def _template(self, tools: list[Any] | None) -> Any:
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
         with_tools = tools is not None
         if with_tools not in self._compiled:
+            assert self._compile is not None
             source = self.tokenizer.get_chat_template(None, tools)
-            self._compiled[with_tools] = _compile_jinja_template(source)
+            self._compiled[with_tools] = self._compile(source)
         return self._compiled[with_tools]
 
     def _is_direct(self) -> bool:
         """Does the direct call give what transformers' public one gives, in this version of it?"""
-        try:
-            from transformers.utils.chat_template_utils import _compile_jinja_template  # noqa: F401
-        except ImportError:
+        if self._compile is None:
             return False
         self._direct = True
         today, self._today = self._today, {}

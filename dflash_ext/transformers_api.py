@@ -1,0 +1,217 @@
+"""What differs between transformers releases, 5.6.0 and newer: here, and nowhere else.
+
+Every answer comes from what an installed release has, never from its number: a release that renames
+something again needs a line here at most. Names that transformers keeps to itself are used here
+alone, each with a way to do without. What changed so far, as benchmarks/versions.py found it:
+
+- 5.24 calls a forward's cache `cache`, until then `past_key_values`.
+- 5.6 forgets a linear-attention layer's state when it reads several tokens at once
+  (`reader.StateReader` asks the model and reads one by one then).
+- Layers of a cache take a config (5.8) or keywords (5.17) where they took nothing.
+
+transformers is imported where it is used: it is heavy, and whoever only parses options needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from dflash_ext.drafter_rules import FULL, SLIDING
+from dflash_ext.errors import UserError
+
+# Bases of their modules whose `__call__` adds nothing to torch's in inference.
+PLAIN_CALLS = ("transformers.modeling_layers.GradientCheckpointingLayer",)
+# What a config says of the release that wrote it and of where it lies, not of the model.
+_NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+
+
+# --- a model's forward and its cache
+
+
+def _takes(model: Any, keyword: str) -> bool:
+    return keyword in inspect.signature(model.forward).parameters
+
+
+def cache_argument(model: Any) -> str:
+    """Name under which a model's forward takes its cache."""
+    return "cache" if _takes(model, "cache") else "past_key_values"
+
+
+def last_logits_only(model: Any) -> dict[str, int]:
+    """Keywords for logits of the last position alone; none if the model cannot do that."""
+    return {"logits_to_keep": 1} if _takes(model, "logits_to_keep") else {}
+
+
+def keys_and_values(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """[R, Hkv, n, D] each of a cache's layer; None if it shares those of an earlier layer."""
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    return None if keys is None or values is None else (keys, values)
+
+
+def can_repeat_rows(cache: Any) -> bool:
+    """Has every layer `batch_repeat_interleave`? A recurrent state, for instance, may lack it."""
+    return all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers)
+
+
+def can_drop_rows(cache: Any) -> bool:
+    """Has every layer `batch_select_indices`?"""
+    return all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
+
+
+# --- what a config says
+
+
+def layer_types(config: Any) -> tuple[str, ...]:
+    """The kind of each decoder layer, by transformers' names; config: a text config."""
+    if named := getattr(config, "layer_types", None):
+        return tuple(named)
+    # One kind of layer: only a few families have the list (Mistral has not).
+    kind = FULL if sliding_window(config) is None else SLIDING
+    return (kind,) * int(config.num_hidden_layers)
+
+
+def sliding_window(config: Any) -> int | None:
+    """Positions that a sliding layer sees, its own included; None if no layer slides."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def rope_theta(config: Any) -> float | None:
+    """The RoPE base; of full-attention layers where layer types differ. None: not said."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get(FULL, parameters)
+    theta = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
+    return None if theta is None else float(theta)
+
+
+def head_dim(config: Any) -> int:
+    """Of the attention; not every family says."""
+    said = getattr(config, "head_dim", None)
+    return int(said or config.hidden_size // config.num_attention_heads)
+
+
+def active_experts(config: Any) -> float:
+    """Share of a mixture's experts that a token passes; 1 without experts."""
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    return float(getattr(config, "num_experts_per_tok", 1) / experts) if experts else 1.0
+
+
+def attention_implementation(config: Any) -> str:
+    """Name of the attention that a model runs: sdpa, eager, ..."""
+    return str(config._attn_implementation)
+
+
+def model_description(config: Any) -> dict[str, Any]:
+    """The config without what depends on the release that wrote it and on where it lies."""
+    return {key: value for key, value in config.to_dict().items() if key not in _NOT_THE_MODEL}
+
+
+# --- loading
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The config of a directory or hub id. UserError if there is none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = _one_line(error)
+        raise UserError(f"target {path!r} has no readable config.json: {reason}") from error
+
+
+def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+    """The causal LM of a directory or hub id, on the CPU. UserError if it cannot be loaded."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with quiet():
+            return AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=trust_remote_code
+            )
+    # Also a missing quantisation package, a truncated file, weights of another shape.
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(
+            f"target {path!r} cannot be loaded as a causal LM: {_one_line(error)}"
+        ) from error
+
+
+def read_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a directory or hub id, or None if the directory has none.
+
+    Raises whatever its reader trips over: a damaged tokenizer.json is a bare Exception, a missing
+    library an ImportError, and so on.
+    """
+    folder = Path(path)
+    # Without files transformers may invent an empty tokenizer from the model type alone.
+    if folder.is_dir() and not [*folder.glob("tokenizer*"), *folder.glob("vocab*")]:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def hide_progress_bars() -> None:
+    """For good: the program has one progress display, its own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def quiet(*, warnings: bool = True) -> Iterator[None]:
+    """No progress bars for a while, and without `warnings` nothing but errors."""
+    from transformers.utils import logging
+
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    hide_progress_bars()
+    if not warnings:
+        logging.set_verbosity_error()
+    try:
+        # The GGUF reader's own bar knows no switch, only stderr.
+        with contextlib.nullcontext() if warnings else contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def warm_up() -> None:
+    """Import and build what loading a model would; where that fails, loading is merely slower."""
+    names = [f"transformers.models.auto.{name}_auto" for name in ("modeling", "tokenization")]
+    names += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3")]
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # A table of a thousand regular expressions, built when a model is first loaded.
+    with contextlib.suppress(Exception):
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("")
+
+
+# --- chat templates
+
+
+def template_compiler() -> Callable[[str], Any] | None:
+    """Template source -> jinja template, as `apply_chat_template` does it; None: not to be had."""
+    try:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+    except ImportError:
+        return None
+    return _compile_jinja_template
