@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dflash_ext.acceleration import accelerate
 from dflash_ext.batch import PackedBatch
 from dflash_ext.errors import UserError
 from dflash_ext.mask_token import named_token_ids, resolve_mask_token_id
+from dflash_ext.packing import Packing, packed, packed_inputs
+from dflash_ext.placement import to_device
 from dflash_ext.plan import plan_subbatches
 from dflash_ext.transfer import FeatureBatch, with_last_layer
 from dflash_ext.transformers_api import (
@@ -49,16 +52,28 @@ class _LastTapReached(Exception):
     """Raised by the hook of the last tap: nothing after it is needed."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Capture:
-    """State of one tapped forward of one thread."""
+    """Where one tapped forward of one thread leaves its taps."""
 
-    rows: Tensor | None
-    """int64 [t]: rows of the flattened padded batch to keep, or None for all of them."""
-    stop: int | None
+    out: Tensor
+    """[T, K*Ht]"""
+    columns: dict[int, int]
+    """tap id -> its first column."""
+    stop: int | None = None
     """The tap after which the forward ends."""
-    taps: dict[int, Tensor] = field(default_factory=dict)
-    """tap id -> [t, Ht]."""
+    rows: tuple[Tensor, Tensor] | None = None
+    """int64 [t] each: rows of the forward, and of `out`, where they go. None: all, in order."""
+
+    def take(self, tap: int, states: Tensor) -> None:
+        """states [t, Ht]: all rows of the forward."""
+        column = self.columns[tap]
+        into = self.out[:, column : column + states.shape[1]]
+        # Copies, so that an in-place operation of a later layer cannot reach them.
+        if self.rows is None:
+            into.copy_(states)
+        else:
+            into.index_copy_(0, self.rows[1], states[self.rows[0]])
 
 
 def default_tap_ids(num_layers: int, K: int = 5) -> tuple[int, ...]:
@@ -122,8 +137,13 @@ class Target:
         *,
         tap_ids: Sequence[int] | None = None,
         path: str = "",
+        accelerated: bool = True,
     ) -> None:
-        """`model`: transformers causal LM in bf16 or fp32. UserError for fp16 or a wrong tap id."""
+        """`model`: transformers causal LM in bf16 or fp32. UserError for fp16 or a wrong tap id.
+
+        accelerated: `features` runs on our kernels as far as that agrees with the model (acceleration.py);
+        if not, as transformers runs it.
+        """
         self.model = model.eval().requires_grad_(False)
         self.path = path or getattr(model.config, "_name_or_path", "")
         self._tokenizer = tokenizer
@@ -152,6 +172,12 @@ class Target:
         """Taps of a feature batch."""
         for tap in self.tap_ids:
             self._layers[tap].register_forward_hook(self._hook(tap))
+        name = repr(self.path or type(model).__name__)
+        self.acceleration = (
+            accelerate(name, model, self._layers, text_config, self._states)
+            if accelerated
+            else None
+        )
 
     def hand_over_last_layer(self) -> None:
         """Give every feature batch one tap more, at its end: the last layer's output.
@@ -251,9 +277,8 @@ class Target:
                     f"decoder layer {tap}: expected output [batch, length, {width}], "
                     f"got {tuple(hidden.shape)}; this kind of target is not supported"
                 )
-            rows = hidden.reshape(-1, width)
-            # Selecting copies, so that an in-place operation of a later layer cannot reach it.
-            capture.taps[tap] = rows.clone() if capture.rows is None else rows[capture.rows]
+            if tap in capture.columns:
+                capture.take(tap, hidden.reshape(-1, width))
             if tap == capture.stop:
                 raise _LastTapReached
 
@@ -269,18 +294,45 @@ class Target:
         finally:
             self._local.capture = None
 
-    @torch.no_grad()
     def features(self, batch: PackedBatch) -> FeatureBatch:
         """Taps of every token, [T, K*Ht] in the model's dtype, in packed order.
 
-        Documents of similar length share a right-padded forward. Padding needs no attention mask
-        here: a causal row never sees what stands to its right, and rows of padding are dropped.
+        One forward without padding where the target's acceleration has that.
+        """
+        states = self._states(batch, packed=self.acceleration is not None)
+        return FeatureBatch(
+            states, self.handed_taps, batch.sample_ids, batch.token_hash(), batch.num_tokens
+        )
+
+    @torch.no_grad()
+    def _states(self, batch: PackedBatch, packed: bool) -> Tensor:
+        """[T, K*Ht], of one packed forward, or of padded ones."""
+        columns = self._columns(self.handed_taps)
+        out = torch.empty(
+            batch.num_tokens,
+            len(columns) * self.hidden_size,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        capture = _Capture(out, columns, stop=max(columns))
+        (self._run_packed if packed else self._run_padded)(batch, capture)
+        return out
+
+    def _columns(self, taps: Sequence[int]) -> dict[int, int]:
+        return {tap: i * self.hidden_size for i, tap in enumerate(taps)}
+
+    def _run_packed(self, batch: PackedBatch, capture: _Capture) -> None:
+        ids, positions = (to_device(x, self.device) for x in (batch.input_ids, batch.positions()))
+        with packed(Packing(batch.doc_starts)):
+            self._run(capture, **packed_inputs(ids, positions))
+
+    def _run_padded(self, batch: PackedBatch, capture: _Capture) -> None:
+        """Documents of similar length share a right-padded forward.
+
+        Padding needs no attention mask: a causal row never sees what stands to its right, and rows
+        of padding are dropped.
         """
         lengths, starts = batch.lengths().tolist(), batch.doc_starts.tolist()
-        width = self.hidden_size
-        out = torch.empty(
-            batch.num_tokens, len(self.handed_taps) * width, device=self.device, dtype=self.dtype
-        )
         # One more forward costs about as much as this many tokens (kernel launches on a GPU).
         overhead = 512 if self.device.type == "cuda" else 32
         for docs in plan_subbatches(lengths, overhead):
@@ -288,22 +340,15 @@ class Target:
             ids = torch.zeros(len(docs), longest, dtype=torch.int64)
             for row, doc in enumerate(docs):
                 ids[row, : lengths[doc]] = batch.input_ids[starts[doc] : starts[doc + 1]]
-            packed = torch.cat([torch.arange(starts[d], starts[d + 1]) for d in docs])
-            padded = torch.cat([torch.arange(lengths[d]) + r * longest for r, d in enumerate(docs)])
-            capture = _Capture(
-                padded.to(self.device, non_blocking=True), stop=max(self.handed_taps)
-            )
+            into = torch.cat([torch.arange(starts[d], starts[d + 1]) for d in docs])
+            source = torch.cat([torch.arange(lengths[d]) + r * longest for r, d in enumerate(docs)])
+            rows = to_device(source, self.device), to_device(into, self.device)
             self._run(
-                capture,
-                input_ids=ids.to(self.device, non_blocking=True),
+                replace(capture, rows=rows),
+                input_ids=to_device(ids, self.device),
                 position_ids=torch.arange(longest, device=self.device).expand(len(docs), -1),
                 use_cache=False,
             )
-            taps = torch.cat([capture.taps[tap] for tap in self.handed_taps], dim=-1)
-            out.index_copy_(0, packed.to(self.device, non_blocking=True), taps)
-        return FeatureBatch(
-            out, self.handed_taps, batch.sample_ids, batch.token_hash(), batch.num_tokens
-        )
 
     @property
     def layer_types(self) -> set[str]:
@@ -337,8 +382,11 @@ class Target:
             keywords["attention_mask"] = mask
         if last_only:
             keywords |= self._last_logits_only
-        capture = _Capture(None, stop=None) if taps else None
+        features, capture = None, None
+        if taps:
+            width = len(self.tap_ids) * self.hidden_size
+            features = torch.empty(input_ids.numel(), width, device=self.device, dtype=self.dtype)
+            capture = _Capture(features, self._columns(self.tap_ids))
         output = self._run(capture, input_ids=input_ids, position_ids=positions, **keywords)
         logits = output.logits[:, -1:] if last_only else output.logits
-        features = torch.cat([capture.taps[t] for t in self.tap_ids], -1) if capture else None
         return logits[..., : self.vocab_size], features

@@ -18,6 +18,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,13 +108,53 @@ def active_experts(config: Any) -> float:
 
 
 def attention_implementation(config: Any) -> str:
-    """Name of the attention that a model runs: sdpa, eager, ..."""
-    return str(config._attn_implementation)
+    """Name of the attention that a model runs, one of ours aside: sdpa, eager, ..."""
+    name = str(config._attn_implementation)
+    return _stands_for.get(name, name)
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Positions that a decoder layer's attention sees, its own included; None: all."""
+    return sliding_window(config) if layer_types(config)[layer] == SLIDING else None
 
 
 def model_description(config: Any) -> dict[str, Any]:
     """The config without what depends on the release that wrote it and on where it lies."""
     return {key: value for key, value in config.to_dict().items() if key not in _NOT_THE_MODEL}
+
+
+# --- the attention interface
+
+
+def attention(module: torch.nn.Module, name: str) -> Callable[..., Any]:
+    """The attention function `name` for a module, as its own modeling file would find it."""
+    modeling = sys.modules[type(module).__module__]
+    if name == "eager":  # not in the interface: every modeling file has its own
+        return modeling.eager_attention_forward
+    return modeling.ALL_ATTENTION_FUNCTIONS[name]
+
+
+_stands_for: dict[str, str] = {}
+"""Of each function that was registered here, the one whose masks it takes."""
+
+
+def register_attention(name: str, function: Callable[..., Any], *, masks_of: str) -> None:
+    """Offer an attention function, with masks built as for another's; again: replaces it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    _stands_for[name] = masks_of
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()[masks_of])
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Which attention function the modules of a text config call from now on."""
+    config._attn_implementation = name
+
+
+def has_attention_interface(model: Any) -> bool:
+    """Do the model's layers leave attention to a function of that interface?"""
+    return bool(getattr(model, "_supports_attention_backend", False))
 
 
 # --- loading

@@ -46,6 +46,8 @@ CASES = (
     Case("only_padding", (12,), (), padding=2),
     Case("no_context", (), (), padding=1),
     Case("head_dim_128", (40,), (11, 35), B=8, G=4, D=128),
+    Case("tokens", (13, 1, 8), tuple(range(22)), B=1, G=4),
+    Case("tokens_window", (21, 7), tuple(range(28)), B=1, G=3, window=9),
 )
 
 

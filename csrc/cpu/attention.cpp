@@ -67,9 +67,9 @@ void check(const Shape& s) {
   if (!one_of(s.head_dim, {64, 128, 256}))
     throw std::invalid_argument("head_dim " + std::to_string(s.head_dim) +
                                 " is not supported: use 64, 128 or 256");
-  if (!one_of(s.block_size, {4, 8, 16, 32}))
+  if (!one_of(s.block_size, {1, 4, 8, 16, 32}))
     throw std::invalid_argument("block_size " + std::to_string(s.block_size) +
-                                " is not supported: use 4, 8, 16 or 32");
+                                " is not supported: use 1, 4, 8, 16 or 32");
   if (s.kv_heads < 1 || s.q_heads % s.kv_heads != 0 || s.q_heads / s.kv_heads > 16)
     throw std::invalid_argument(std::to_string(s.q_heads) + " query heads over " +
                                 std::to_string(s.kv_heads) +

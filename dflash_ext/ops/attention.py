@@ -67,14 +67,39 @@ def dflash_attention(
     Raises ValueError, naming what is supported, before anything is launched.
     """
     t = Tensors(q, k_ctx, v_ctx, k_blk, v_blk)
-    _check(t, layout)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return _Attention.apply(*t, layout, _check(t, layout, scale))
+
+
+def dflash_attention_forward(
+    q: Tensor,
+    k_ctx: Tensor,
+    v_ctx: Tensor,
+    k_blk: Tensor,
+    v_blk: Tensor,
+    layout: AttentionLayout,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`dflash_attention` without autograd, and fp32 [Hq, N*B]: log of the sum of exp(scores).
+
+    Of a padding row it is 0 on the CPU, infinite on CUDA.
+    """
+    t = Tensors(q, k_ctx, v_ctx, k_blk, v_blk)
+    scale, path = _check(t, layout, scale), attention_path(t, layout)
+    out, lse = _forward(t, layout, scale, path)
+    return out, lse if path == "cpu" else lse * math.log(2)
+
+
+def _check(t: Tensors, layout: AttentionLayout, scale: float | None) -> float:
+    """ValueError unless the kernels can do it; returns the scale."""
+    _check_tensors(t, layout)
+    scale = t.q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale {scale} must be finite and positive")
-    return _Attention.apply(*t, layout, scale)
+    return scale
 
 
-def _check(t: Tensors, layout: AttentionLayout) -> None:
+def _check_tensors(t: Tensors, layout: AttentionLayout) -> None:
     rows, T = layout.num_blocks * layout.block_size, layout.num_ctx
     if t.q.dim() != 3 or t.k_blk.dim() != 3:
         raise ValueError(
@@ -179,10 +204,7 @@ class _Attention(torch.autograd.Function):
         *tensors, layout, scale = args
         t = Tensors(*tensors)
         path = attention_path(t, layout)
-        if path == "cpu":
-            out, lse = _forward_cpu(t, layout, scale)
-        else:
-            out, lse = _forward_cuda(t, layout, scale, path)
+        out, lse = _forward(t, layout, scale, path)
         ctx.save_for_backward(*t, out, lse)
         # The path is kept because autograd's threads know nothing of `forced_path`.
         ctx.layout, ctx.scale, ctx.path = layout, scale, path
@@ -199,6 +221,12 @@ class _Attention(torch.autograd.Function):
         else:
             grads = _backward_cuda(t, out, lse, grad_out, ctx.layout, ctx.scale, ctx.path)
         return (*grads, None, None)
+
+
+def _forward(t: Tensors, layout: AttentionLayout, scale: float, path: str) -> tuple[Tensor, Tensor]:
+    if path == "cpu":
+        return _forward_cpu(t, layout, scale)
+    return _forward_cuda(t, layout, scale, path)
 
 
 def _contiguous_like(x: Tensor) -> Tensor:

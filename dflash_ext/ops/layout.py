@@ -16,6 +16,7 @@ from dflash_ext import _C
 from dflash_ext.ops.rows import place
 
 BLOCK_SIZES = (4, 8, 16, 32)
+"""Of a drafter. The kernels also take blocks of one token: that is causal attention (causal.py)."""
 NO_WINDOW = 2**30  # what the kernels take for "no sliding window"; larger than any context
 
 
@@ -79,7 +80,7 @@ def build_layout(
     ctx_start, ctx_end: int32 or int64 [N], sorted. No host synchronisation: on CUDA one kernel
     derives the schedule. Raises ValueError on unsupported options or shapes.
     """
-    if block_size not in BLOCK_SIZES:
+    if block_size not in (1, *BLOCK_SIZES):
         raise ValueError(f"block_size {block_size} is not supported: use one of {BLOCK_SIZES}")
     if ctx_start.dim() != 1 or ctx_start.shape != ctx_end.shape:
         raise ValueError(

@@ -65,9 +65,15 @@ def head_norm_rope_forward(
     if not rows.has_kernels(x):
         z = torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps)
         return rows.written("out", out, _rotated(z, tables.cos, tables.sin), x)
-    out = rows.given_or_new("out", out, x)
-    _C.head_norm_rope_fwd(**_shared(x, weight, tables, eps), **rows.operands(x=x, out=out))
-    return out
+    return _launch_forward(x, weight, tables, eps, out)
+
+
+def head_rope_forward(x: Tensor, tables: RopeTables, *, out: Tensor | None = None) -> Tensor:
+    """Every head of x [rows, heads, D] rotated, not normed: `head_norm_rope_forward` otherwise."""
+    _check_rotation(x, tables)
+    if not rows.has_kernels(x):
+        return rows.written("out", out, _rotated(x.float(), tables.cos, tables.sin), x)
+    return _launch_forward(x, None, tables, 1.0, out)
 
 
 def head_norm_rope_backward(
@@ -92,6 +98,12 @@ def head_norm_rope_backward(
 
 
 def _check(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> None:
+    _check_rotation(x, tables)
+    rows.check_weight(weight, x.shape[2], x)
+    rows.check_eps(eps)
+
+
+def _check_rotation(x: Tensor, tables: RopeTables) -> None:
     rows.check_device_and_dtype("x", x)
     if x.dim() != 3 or not x.shape[1]:
         raise ValueError(f"x is {tuple(x.shape)}, expected [rows, heads, D]")
@@ -99,10 +111,8 @@ def _check(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> None:
     if D not in HEAD_DIMS:
         raise ValueError(f"head_dim {D} is not supported: use one of {HEAD_DIMS}")
     rows.check_rows("x", x, tuple(x.shape), x)
-    rows.check_weight(weight, D, x)
-    rows.check_eps(eps)
     for name, table in zip(("cos", "sin"), tables):
-        rows.check_rows(name, table, (count, D // 2), weight)  # fp32, where the weight is
+        rows.check_table(name, table, (count, D // 2), x)
         if rows.has_kernels(x):
             rows.check_alignment(name, table)
     if tables.cos.stride() != tables.sin.stride():
@@ -126,6 +136,16 @@ def _shared(x: Tensor, weight: Tensor, tables: RopeTables, eps: float) -> dict[s
         "group": -(-heads // groups),
         "eps": eps,
     }
+
+
+def _launch_forward(
+    x: Tensor, weight: Tensor | None, tables: RopeTables, eps: float, out: Tensor | None
+) -> Tensor:
+    """Without a weight: rotation alone."""
+    out, normed = rows.given_or_new("out", out, x), weight is not None
+    shared = _shared(x, tables.cos if weight is None else weight, tables, eps)
+    _C.head_norm_rope_fwd(**shared, **rows.operands(x=x, out=out), normed=int(normed))
+    return out
 
 
 def _launch_backward(

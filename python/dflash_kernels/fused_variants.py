@@ -104,7 +104,7 @@ FUSED_KERNELS = (
         | pointers("out", "bf16*")
         | _head_strides("x out")
         | _ROTARY_SIZES
-        | {"eps": "f32"},
+        | {"normed": "i32", "eps": "f32"},
         grid="ceil_div(rows, tile) * ceil_div(heads, group)",
         tile="ROWS",
         choices=_ROTARY,

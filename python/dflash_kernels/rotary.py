@@ -40,17 +40,19 @@ def head_norm_rope_fwd_kernel(
     rows,
     heads,
     group,
+    normed,
     eps,
     D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One work item a program."""
+    """One work item a program. normed = 0: rotation alone; the weight is not read."""
     row, inside, head, end, cos, sin = _item(
         tl.program_id(0), rows, heads, group, cos_ptr, sin_ptr, table_row, D, ROWS
     )
     i = tl.arange(0, D // 2)
-    w_low = tl.load(weight_ptr + i)[None]
-    w_high = tl.load(weight_ptr + D // 2 + i)[None]
+    has_weight = (i >= 0) & (normed != 0)
+    w_low = tl.load(weight_ptr + i, mask=has_weight, other=1.0)[None]
+    w_high = tl.load(weight_ptr + D // 2 + i, mask=has_weight, other=1.0)[None]
     x_at = x_ptr + row * x_row + i[None]
     out_at = out_ptr + row * out_row + i[None]
     for h in range(head, end):
@@ -58,6 +60,7 @@ def head_norm_rope_fwd_kernel(
         low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         high = tl.load(at + D // 2, mask=inside, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
+        r = tl.where(normed != 0, r, 1.0)
         low = low * r * w_low
         high = high * r * w_high
         at = out_at + tl.cast(h, tl.int64) * out_head
