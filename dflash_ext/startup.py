@@ -24,7 +24,6 @@ from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.parallel import Replicas, Shards
 from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks
-from dflash_ext.shield import shield
 from dflash_ext.target import DTYPES, Target
 from dflash_ext.teacher import final_norm
 from dflash_ext.topology import Course
@@ -47,7 +46,7 @@ def load_target(config: TrainConfig, path: str, device: torch.device) -> Target:
     automatic = "bf16" if device.type == "cuda" else "fp32"
     dtype = automatic if config.target.dtype == "auto" else config.target.dtype
     taps = config.target.tap_ids or export_taps(config.drafter)
-    target = _shielded_target(config, path, device, dtype, taps)
+    target = _target(config, path, device, dtype, taps)
     if needs_teacher(config.loss.kind):
         target.hand_over_last_layer()
     return target
@@ -63,22 +62,16 @@ def fp32_target(
     if target is not None and target.dtype == torch.float32:
         return target
     taps = config.target.tap_ids or export_taps(config.drafter)
-    return _shielded_target(config, path, device, "fp32", taps)
+    return _target(config, path, device, "fp32", taps)
 
 
-def _shielded_target(
+def _target(
     config: TrainConfig, path: str, device: torch.device, dtype: str, taps: Sequence[int] | None
 ) -> Target:
-    """The target, kept out of other threads' FX tracing."""
-    remote = config.target.trust_remote_code
     if config.target.random_weights:
-        target = random_target(path, device, dtype, taps)
-    else:
-        target = Target.load(
-            path, device=device, dtype=dtype, tap_ids=taps, trust_remote_code=remote
-        )
-    shield(target.model)
-    return target
+        return random_target(path, device, dtype, taps)
+    remote = config.target.trust_remote_code
+    return Target.load(path, device=device, dtype=dtype, tap_ids=taps, trust_remote_code=remote)
 
 
 def random_target(

@@ -24,6 +24,7 @@ from dflash_ext.mask_token import named_token_ids, resolve_mask_token_id
 from dflash_ext.packing import Packing, packed, packed_inputs
 from dflash_ext.placement import to_device
 from dflash_ext.plan import plan_subbatches
+from dflash_ext.shield import shield
 from dflash_ext.transfer import FeatureBatch, with_last_layer
 from dflash_ext.transformers_api import (
     cache_argument,
@@ -141,10 +142,12 @@ class Target:
     ) -> None:
         """`model`: transformers causal LM in bf16 or fp32. UserError for fp16 or a wrong tap id.
 
-        accelerated: `features` runs on our kernels as far as that agrees with the model (acceleration.py);
-        if not, as transformers runs it.
+        accelerated: `features` runs on our kernels as far as that agrees with the model
+        (acceleration.py), otherwise as transformers runs it. The model is kept out of other
+        threads' FX tracing (shield.py).
         """
         self.model = model.eval().requires_grad_(False)
+        shield(model)
         self.path = path or getattr(model.config, "_name_or_path", "")
         self._tokenizer = tokenizer
         text_config = model.config.get_text_config()

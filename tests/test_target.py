@@ -9,7 +9,15 @@ import weakref
 import pytest
 import torch
 import transformers as tf
-from tiny_targets import COMMON, FAMILIES, VOCAB, one_thread, tiny_model, tiny_tokenizer  # noqa: F401
+from tiny_targets import (  # noqa: F401
+    COMMON,
+    FAMILIES,
+    READ_FAMILIES,
+    VOCAB,
+    one_thread,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.errors import UserError
@@ -35,6 +43,11 @@ def packed(lengths=LENGTHS, seed=0) -> PackedBatch:
     return PackedBatch.from_documents(documents, range(len(lengths)))
 
 
+def fused_layers(target: Target) -> int:
+    """Layers of a packed forward that are ours; 0 if it is padded."""
+    return 0 if target.acceleration is None else len(target.acceleration.fused_layers)
+
+
 def true_taps(model, batch: PackedBatch) -> torch.Tensor:
     """[layers, T, Ht]: every document alone; last layer by a hook of the test's own."""
     per_document = []
@@ -53,11 +66,13 @@ def true_taps(model, batch: PackedBatch) -> torch.Tensor:
     return torch.cat(per_document, dim=1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_taps_equal_the_unmodified_model(family):
-    model, batch = tiny_model(family), packed()
+@pytest.mark.parametrize("accelerated", [True, False])
+@pytest.mark.parametrize("family", READ_FAMILIES)
+def test_taps_equal_the_unmodified_model(family, accelerated):
+    model, batch = tiny_model(family, head_dim=64), packed()
     truth = true_taps(model, batch)
-    target = Target(model, tap_ids=(0, 3, 2))
+    target = Target(model, tap_ids=(0, 3, 2), accelerated=accelerated)
+    assert fused_layers(target) == 4 * accelerated
     got = target.features(batch)
     got.verify(batch, (0, 3, 2), target.hidden_size)
     assert got.features.dtype == torch.float32
@@ -65,13 +80,15 @@ def test_taps_equal_the_unmodified_model(family):
     torch.testing.assert_close(got.features, expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", READ_FAMILIES)
 def test_bf16_taps_are_as_near_as_the_model_s_own(family):
     batch = packed()
-    truth = true_taps(tiny_model(family), batch)
-    model = tiny_model(family).bfloat16()
+    truth = true_taps(tiny_model(family, head_dim=64), batch)
+    model = tiny_model(family, head_dim=64).bfloat16()
     own = true_taps(model, batch).float()
-    got = Target(model, tap_ids=(1, 3)).features(batch).features
+    target = Target(model, tap_ids=(1, 3))
+    assert fused_layers(target) == 4
+    got = target.features(batch).features
     assert got.dtype == torch.bfloat16
     expected = torch.cat([truth[1], truth[3]], -1)
     error_own = (torch.cat([own[1], own[3]], -1) - expected).norm()

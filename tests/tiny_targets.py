@@ -43,6 +43,17 @@ FAMILIES = {
     ),
     "mistral": (tf.MistralForCausalLM, tf.MistralConfig, {"sliding_window": WINDOW}),
 }
+# Also read, but not decoded by the tests: mixture of experts, biases, sinks, sliding layers.
+GPT_OSS = {
+    "head_dim": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+}
+READ_FAMILIES = FAMILIES | {"gpt_oss": (tf.GptOssForCausalLM, tf.GptOssConfig, GPT_OSS)}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +67,7 @@ def one_thread():
 
 def tiny_model(family: str = "llama", *, seed: int = 0, std: float = 0.2, **changes):
     """A random fp32 model, weights wide enough that hidden states and logits vary."""
-    model_class, config_class, extra = FAMILIES[family]
+    model_class, config_class, extra = READ_FAMILIES[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**COMMON, **extra, **changes}))
     for name, parameter in model.named_parameters():
