@@ -9,7 +9,7 @@ not know of costs speed, never correctness.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 class Acceleration:
     """The changes made to a model; all of them are attributes that `remove` takes away again."""
 
-    def __init__(self, layers: Sequence[nn.Module], config: Any, *, fused: bool) -> None:
+    def __init__(self, layers: Iterable[nn.Module], config: Any, *, fused: bool) -> None:
         """layers: decoder layers; config: their text config; fused: our layers where known."""
         self._config = config
         self._attention_before = set_packed_attention(config)
@@ -60,7 +60,9 @@ def why_padded(model: nn.Module, config: Any) -> str | None:
     attention = transformers_api.attention_implementation(config)
     if attention not in INTERFACE_NAMES:
         return f"attention {attention!r} was chosen for it"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", 0):
+    if not getattr(config, "is_causal", True) or getattr(
+        config, "use_bidirectional_attention", False
+    ):
         return "its attention is not causal"
     return None
 
@@ -68,7 +70,7 @@ def why_padded(model: nn.Module, config: Any) -> str | None:
 def accelerate(
     name: str,
     model: nn.Module,
-    layers: Sequence[nn.Module],
+    layers: Iterable[nn.Module],
     config: Any,
     taps: Callable[[PackedBatch, bool], Tensor],
 ) -> Acceleration | None:
@@ -111,10 +113,10 @@ def _difference(
     # Our operators name what they do not support; what else an unknown model may trip over is open.
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
-    error, allowed = max(_errors(batch, found, truth)), TOLERANCE[truth.dtype]
-    if error <= allowed:
+    worst, allowed = max(_errors(batch, found, truth)), TOLERANCE[truth.dtype]
+    if worst <= allowed:
         return None
-    return f"its packed states differ by {error:.2g} (at most {allowed})"
+    return f"its packed states differ by {worst:.2g} (at most {allowed})"
 
 
 def _errors(batch: PackedBatch, found: Tensor, truth: Tensor) -> Iterator[float]:

@@ -59,8 +59,8 @@ class _Capture:
 
     out: Tensor
     """[T, K*Ht]"""
-    columns: dict[int, int]
-    """tap id -> its first column."""
+    taps: tuple[int, ...]
+    """Whose states they are, Ht columns each; the same tap may be there twice."""
     stop: int | None = None
     """The tap after which the forward ends."""
     rows: tuple[Tensor, Tensor] | None = None
@@ -68,13 +68,14 @@ class _Capture:
 
     def take(self, tap: int, states: Tensor) -> None:
         """states [t, Ht]: all rows of the forward."""
-        column = self.columns[tap]
-        into = self.out[:, column : column + states.shape[1]]
-        # Copies, so that an in-place operation of a later layer cannot reach them.
-        if self.rows is None:
-            into.copy_(states)
-        else:
-            into.index_copy_(0, self.rows[1], states[self.rows[0]])
+        width = states.shape[1]
+        for i in (i for i, wanted in enumerate(self.taps) if wanted == tap):
+            into = self.out[:, i * width : (i + 1) * width]
+            # Copies, so that an in-place operation of a later layer cannot reach them.
+            if self.rows is None:
+                into.copy_(states)
+            else:
+                into.index_copy_(0, self.rows[1], states[self.rows[0]])
 
 
 def default_tap_ids(num_layers: int, K: int = 5) -> tuple[int, ...]:
@@ -280,8 +281,7 @@ class Target:
                     f"decoder layer {tap}: expected output [batch, length, {width}], "
                     f"got {tuple(hidden.shape)}; this kind of target is not supported"
                 )
-            if tap in capture.columns:
-                capture.take(tap, hidden.reshape(-1, width))
+            capture.take(tap, hidden.reshape(-1, width))
             if tap == capture.stop:
                 raise _LastTapReached
 
@@ -310,19 +310,14 @@ class Target:
     @torch.no_grad()
     def _states(self, batch: PackedBatch, packed: bool) -> Tensor:
         """[T, K*Ht], of one packed forward, or of padded ones."""
-        columns = self._columns(self.handed_taps)
-        out = torch.empty(
-            batch.num_tokens,
-            len(columns) * self.hidden_size,
-            device=self.device,
-            dtype=self.dtype,
-        )
-        capture = _Capture(out, columns, stop=max(columns))
+        capture = self._capture(batch.num_tokens, self.handed_taps, stop=max(self.handed_taps))
         (self._run_packed if packed else self._run_padded)(batch, capture)
-        return out
+        return capture.out
 
-    def _columns(self, taps: Sequence[int]) -> dict[int, int]:
-        return {tap: i * self.hidden_size for i, tap in enumerate(taps)}
+    def _capture(self, rows: int, taps: tuple[int, ...], stop: int | None = None) -> _Capture:
+        width = len(taps) * self.hidden_size
+        out = torch.empty(rows, width, device=self.device, dtype=self.dtype)
+        return _Capture(out, taps, stop)
 
     def _run_packed(self, batch: PackedBatch, capture: _Capture) -> None:
         ids, positions = (to_device(x, self.device) for x in (batch.input_ids, batch.positions()))
@@ -385,11 +380,7 @@ class Target:
             keywords["attention_mask"] = mask
         if last_only:
             keywords |= self._last_logits_only
-        features, capture = None, None
-        if taps:
-            width = len(self.tap_ids) * self.hidden_size
-            features = torch.empty(input_ids.numel(), width, device=self.device, dtype=self.dtype)
-            capture = _Capture(features, self._columns(self.tap_ids))
+        capture = self._capture(input_ids.numel(), self.tap_ids) if taps else None
         output = self._run(capture, input_ids=input_ids, position_ids=positions, **keywords)
         logits = output.logits[:, -1:] if last_only else output.logits
-        return logits[..., : self.vocab_size], features
+        return logits[..., : self.vocab_size], None if capture is None else capture.out

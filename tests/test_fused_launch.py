@@ -34,7 +34,9 @@ print(json.dumps([
     seen(lambda: swiglu.swiglu_backward(a, b, c, dgate=a, dup=b), a, b, c, a, b, a, W, W, W, W, W, W, 4864, 0),
     seen(lambda: swiglu.swiglu_backward(a, b, c, dgate=a, dup=b, act=c), a, b, c, a, b, c, W, W, W, W, W, W, 4864, 1),
     seen(lambda: rotary.head_norm_rope_forward(heads, weight[:128], tables, 0.5, out=heads),
-         heads, weight, tables.cos, tables.sin, heads, W, 128, W, 128, 64, 300, 16, 8, 0x3F000000),
+         heads, weight, tables.cos, tables.sin, heads, W, 128, W, 128, 64, 300, 16, 8, 1, 0x3F000000),
+    seen(lambda: rotary.head_rope_forward(heads, tables, out=heads),
+         heads, tables.cos, tables.cos, tables.sin, heads, W, 128, W, 128, 64, 300, 16, 8, 0, 0x3F800000),
     seen(lambda: rotary.head_norm_rope_backward(heads, weight[:128], tables, 0.5, heads, dx=heads),
          heads, weight, tables.cos, tables.sin, heads, heads),
 ]))
@@ -55,5 +57,6 @@ def test_row_wise_operators_launch_on_slices(tmp_path: Path) -> None:
         ("swiglu_bwd", 300 * 3, 128),
         ("swiglu_bwd", 300 * 3, 128),
         ("head_norm_rope_fwd", 19 * 2, 128),  # 16 rows of 8 heads a program
+        ("head_norm_rope_fwd", 19 * 2, 128),
         ("head_norm_rope_bwd", 300, 128),
     ]

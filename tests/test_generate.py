@@ -306,7 +306,7 @@ class StubModel:
         for layer in range(self.target.num_layers):
             cache.update(torch.zeros(R, 1, n, 2), torch.zeros(R, 1, n, 2), layer)
         for tap in self.target.tap_ids:
-            capture.taps[tap] = torch.randn(R * n, self.target.hidden_size)
+            capture.take(tap, torch.randn(R * n, self.target.hidden_size))
         output = type("Output", (), {})()
         output.logits = torch.randn(R, n, VOCAB)
         return output

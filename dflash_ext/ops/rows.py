@@ -79,10 +79,12 @@ def check_weight(weight: Tensor, width: int, like: Tensor) -> None:
 
 def check_table(name: str, table: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """An fp32 table with a row for each of `like`, on its device."""
-    if tuple(table.shape) != shape or table.dtype != torch.float32:
-        raise ValueError(f"{name} is {table.dtype} {tuple(table.shape)}, expected fp32 {shape}")
-    if table.device != like.device:
-        raise ValueError(f"{name} is on {table.device}, the rows are on {like.device}")
+    if tuple(table.shape) != shape:
+        raise ValueError(f"{name} is {tuple(table.shape)}, expected {shape}")
+    if table.device != like.device or table.dtype != torch.float32:
+        raise ValueError(
+            f"{name} is {table.dtype} on {table.device}, expected torch.float32 on {like.device}"
+        )
     if table.numel() and table.stride(-1) != 1:
         raise ValueError(f"{name} has innermost stride {table.stride(-1)}: call .contiguous()")
 
