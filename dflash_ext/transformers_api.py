@@ -5,8 +5,8 @@ something again needs a line here at most. Names that transformers keeps to itse
 alone, each with a way to do without. What changed so far, as benchmarks/versions.py found it:
 
 - 5.24 calls a forward's cache `cache`, until then `past_key_values`.
-- 5.6 forgets a linear-attention layer's state when it reads several tokens at once
-  (`reader.StateReader` asks the model and reads one by one then).
+- 5.6 forgets a linear-attention layer's state when it reads several tokens at once;
+  `reader.StateReader` finds out by trying and reads one by one then.
 - Layers of a cache take a config (5.8) or keywords (5.17) where they took nothing.
 
 transformers is imported where it is used: it is heavy, and whoever only parses options needs none.

@@ -32,6 +32,7 @@ from dflash_ext.proposers import RECORDED, DrafterProposer, Nobody, PromptLookup
 from dflash_ext.reader import AttentionReader
 from dflash_ext.sampling import GREEDY, Sampling, draw
 from dflash_ext.target import Target
+from dflash_ext.transformers_api import cache_argument
 
 LENGTHS = (9, 23, 4, 15)
 SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=7)
@@ -400,21 +401,38 @@ class TestHybrid:
         with pytest.raises(UserError, match=r"'linear_attention'\] layers.*chains, not trees"):
             speculative_decode(target, drafter_for(target), [5], 4, tree=8)
 
-    def test_a_state_that_several_tokens_do_not_continue_is_refused(self, monkeypatch):
+    def test_a_state_that_several_tokens_do_not_continue_is_read_one_by_one(
+        self, monkeypatch, caplog
+    ):
+        """As transformers 5.6 forgets it; the text is the same."""
+        target, prompt = Target(tiny_hybrid(), tap_ids=(1, 3)), prompts(1)[0]
+        (truth,) = plain(target, [prompt], 20)
+        caplog.clear()
+        forget(target, monkeypatch, lambda n: n > 1)
+        oracle = Oracle({tuple(prompt): truth}, [2, 0, 5], features=True)
+        (got,) = decode(target, oracle, [prompt], 12)
+        assert got.tokens == truth[:12]
+        assert len(oracle.features[tuple(prompt)]) > 1
+        assert [r.getMessage().count("read one by one") for r in caplog.records] == [1]
+
+    def test_a_state_that_no_token_continues_is_refused(self, monkeypatch):
         target = Target(tiny_hybrid(), tap_ids=(1, 3))
-        real = target.model.forward
-
-        def forgetful(input_ids, cache=None, **keywords):
-            if input_ids.shape[1] == 4:  # reads as if nothing stood before, as some releases do
-                return real(
-                    input_ids, cache=tf.DynamicCache(config=target.model.config), **keywords
-                )
-            return real(input_ids, cache=cache, **keywords)
-
-        monkeypatch.setattr(target.model, "forward", forgetful)
-        monkeypatch.setattr(target, "_cache_argument", "cache")
-        with pytest.raises(UserError, match=r"\['linear_attention'\] layers is not supported by"):
+        forget(target, monkeypatch, lambda n: True)
+        with pytest.raises(UserError, match=r"state of its \['linear_attention'\] layers token by"):
             plain_decode(target, [5, 6], 4)
+
+
+def forget(target, monkeypatch, when):
+    """A continuation by n tokens starts from nothing, `when(n)`."""
+    real, name = target.model.forward, cache_argument(target.model)
+
+    def forgetful(input_ids, **keywords):
+        cache = keywords[name]
+        if cache.get_seq_length() and when(input_ids.shape[1]):
+            keywords[name] = tf.DynamicCache(config=target.model.config)
+        return real(input_ids, **keywords)
+
+    monkeypatch.setattr(target.model, "forward", forgetful)
 
 
 def test_errors(small):
