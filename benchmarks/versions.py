@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for the venvs, kept; default: a temporary one")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "versions_cpu.json")
     args = parser.parse_args()
+    begun = record.environment()  # the tree may move on meanwhile
     wanted = [newest_transformers() if v == "newest" else v for v in args.transformers]
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
@@ -180,13 +181,12 @@ def main() -> None:
             own = [site(pythons[version]), *packages] if packages else []
             results.append(test_pair(pythons[version], own))
             say(describe(results[-1]))
-            if results[-1]["transformers"] != version:
-                raise UserError(
-                    f"asked for transformers {version}, imported another: {results[-1]}"
-                )
+            if (imported := results[-1]["transformers"]) != version:
+                raise UserError(f"asked for transformers {version}, {imported} was imported")
     if len({r["md5"] for r in results}) != 1:
         raise UserError(f"not one extension: {sorted({r['md5'] for r in results})}")
-    record.save(args.out, {"tests": [*TESTS], "left out": [*LEFT_OUT], "pairs": results})
+    what = {"environment": begun, "tests": [*TESTS], "left out": [*LEFT_OUT]}
+    record.save(args.out, {**what, "pairs": results})
     if any(r["failed"] for r in results):
         raise UserError("some tests failed; they are in the result")
 

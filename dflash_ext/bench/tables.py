@@ -242,6 +242,18 @@ def step_table(result: Row) -> str:
     return text
 
 
+def versions_table(result: Row) -> str:
+    """A row per pair of torch and transformers; then which tests failed, and the one extension."""
+    pairs = result["pairs"]
+    text = markdown(VERSIONS, pairs)
+    for pair in pairs:
+        if pair["failing"]:
+            where = f"torch {pair['torch']}, transformers {pair['transformers']}"
+            text += f"\n\nFailed under {where}: {', '.join(pair['failing'])}."
+    builds = {pair["md5"] for pair in pairs}
+    return f"{text}\n\nMD5 of the extension in all of them: {' and '.join(sorted(builds))}."
+
+
 def readme_attention(result: Row) -> str:
     text = attention_table(result["shapes"])
     return f"{text} {first_call_line(result['first_calls'])}" if result["first_calls"] else text
@@ -277,6 +289,11 @@ FUSED: Columns = [
     ("plain torch ms", "plain_ms", "{:.3f}"),
     ("× plain", "over_plain", "{:.1f}"),
 ]
+VERSIONS: Columns = [
+    (name, name, "{}")
+    for name in ("torch", "transformers", "tokenizers", "huggingface_hub")
+    + ("passed", "failed", "skipped")
+]
 DATA: Columns = [(name, name, "{}") for name in ("what", "measured", "required")]
 
 # Result file, title, how to show it. An empty text leaves the section out.
@@ -307,6 +324,7 @@ DOCS: Sections = [
     ("fused_h200.json", "Row-wise operators on the H200", lambda r: fused_table(r["rows"])),
     ("launch_h200.json", "Host time on the H200's machine", lambda r: launch_table(r["rows"])),
     ("launch_cpu.json", "Host time of the CPU operator", lambda r: launch_table(r["rows"])),
+    ("versions_cpu.json", "Target and trainer tests, one build of the extension", versions_table),
 ]
 PICTURES = {
     "attention_h200.png": "Attention on the H200: TFLOP/s per shape, ours and the anchors",
@@ -318,7 +336,8 @@ def describe(result: Row) -> str:
     """Where and when a result was measured, in one line."""
     e = result["environment"]
     machine = e["gpu"] or f"{e['cpu']}, {e['cores']} cores"
-    text = f"{machine}, {e['date'][:10]}, torch {e['torch']}, commit `{e['commit']}`"
+    torch = "" if "pairs" in result else f"torch {e['torch']}, "  # each pair has its own
+    text = f"{machine}, {e['date'][:10]}, {torch}commit `{e['commit']}`"
     return text + (f"; {result['note']}" if result.get("note") else "")
 
 
