@@ -302,6 +302,7 @@ def loop(
             if validates(position, job.steps, every):
                 ranks.watch.doing(f"validating after step {position}", patience=2)
                 held_out = validate()
+                source.waits()  # validation's, which are no share of the next step's time
                 monitor.log("validation", position, held_out)
                 if held_out and not config.eval.decode_every:
                     best.consider(progress, held_out["accept_len"], optimizer.parameters)

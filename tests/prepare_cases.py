@@ -58,6 +58,6 @@ def prepare_and_hang(source, path, reached):
     def hang(state):
         if state.rows == 3 * BLOCK_ROWS:
             reached.touch()
-            time.sleep(600)
+            time.sleep(900)
 
     prepare([source], TOKENIZER, path, OPTIONS, workers=2, progress=hang, commit_seconds=0.0)

@@ -1,7 +1,8 @@
 """Runs of several ranks for tests: started as the command line does, in this process.
 
 Ranks are forked from the launcher's server, which has imported everything once, so that a run of
-eight processes costs seconds. Threads of the test may kill them meanwhile.
+eight processes costs seconds. Whoever is stopped or killed in the middle of a run is so from
+inside (`Strike`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from strike import Strike, struck
 
 from dflash_ext.config import (
     RECIPES,
@@ -37,8 +40,13 @@ from dflash_ext.config import (
 from dflash_ext.data.store import StoreWriter
 from dflash_ext.launch import Entry, run_rank, start_local, world_size
 from dflash_ext.topology import Topology
+from dflash_ext.watch import NoWatch, Watch
 
 STEPS = 12
+STALL_SECONDS = 900.0
+"""Collectives and the watch have this patience or twice as much, so that nothing but a fault of the
+launcher or the watch keeps a run of these tests waiting; then it is longer than pytest's timeout.
+"""
 
 
 def make_world(root: Path, rows: int = 40) -> Path:
@@ -70,7 +78,7 @@ def run_config(world: Path, folder: Path, targets: int = 0, drafters: int = 0, *
     batch = {"token_budget": 120, "max_documents": 6, "anchors_per_sequence": 4}
     batch |= {"anchor_budget": 24} | changes.pop("batch", {})
     run = {"dir": folder, "checkpoint_every": 3} | changes.pop("run", {})
-    topology = {"stall_seconds": 60} | changes.pop("topology", {})
+    topology = {"stall_seconds": STALL_SECONDS} | changes.pop("topology", {})
     if targets:
         topology |= {"targets": targets, "drafters": drafters}
     config = TrainConfig(
@@ -98,11 +106,19 @@ def start(config: TrainConfig, entry: Entry = run_rank) -> int:
     return start_local(config, world_size(config), entry)
 
 
-def begin(config: TrainConfig, entry: Entry = run_rank) -> int:
+def begin(config: TrainConfig, entry: Entry = run_rank, strike: Strike | None = None) -> int:
     """The exit code of a run of one process, in this one, or of several ranks."""
     from dflash_ext.train import train
 
-    return start(config, entry) if world_size(config) > 1 else train(config)
+    if world_size(config) > 1:
+        return start(config, entry if strike is None else partial(struck, strike, entry))
+    doing = NoWatch.doing
+    try:
+        if strike is not None:
+            NoWatch.doing = strike.into(doing, config.run.dir)
+        return train(config)
+    finally:
+        NoWatch.doing = doing
 
 
 def command_line(config: TrainConfig) -> list[str]:
@@ -128,41 +144,6 @@ def records(folder: Path, kind: str = "train") -> list[dict]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     found = [r for r in map(json.loads, lines) if r["kind"] == kind]
     return sorted({r["step"]: r for r in found}.values(), key=lambda r: r["step"])
-
-
-class Killer(threading.Thread):
-    """Sends a signal to a rank, or to the launcher (None), once the run has logged some steps."""
-
-    def __init__(
-        self, folder: Path, rank: int | None, after: int, number: int = signal.SIGKILL
-    ) -> None:
-        super().__init__(daemon=True)
-        self.folder, self.rank, self.after, self.number = folder, rank, after, number
-        self.steps, self.delay = 1, 0.0
-        """Steps that this part of the run must have logged, and what to wait after them."""
-        self.killed_at = float("inf")
-        file = folder / "metrics.jsonl"
-        self.offset = file.stat().st_size if file.exists() else 0  # of what an earlier part wrote
-
-    def run(self) -> None:
-        end, file = time.monotonic() + 100, self.folder / "metrics.jsonl"
-        while time.monotonic() < end:
-            time.sleep(0.005)
-            if not file.exists():
-                continue
-            lines = file.read_bytes()[self.offset :].split(b"\n")[:-1]  # the last may be half one
-            done = [json.loads(line)["step"] for line in lines if b'"train"' in line]
-            if len(done) >= self.steps and done[-1] >= self.after:
-                time.sleep(self.delay)
-                os.kill(self.pid(), self.number)
-                self.killed_at = time.monotonic()
-                return
-
-    def pid(self) -> int:
-        if self.rank is None:
-            return os.getpid()
-        table = self.folder / "ranks.json"
-        return json.loads(table.read_text())[self.rank]["pid"]
 
 
 class FakeEvent:
@@ -253,7 +234,7 @@ def deaf(config: TrainConfig) -> int:
         count[0] += 1
         if count[0] > 1:  # the first is the rehearsal
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            time.sleep(100)
+            time.sleep(STALL_SECONDS)
         return self.no_sums()
 
     def last(self, batch, features=Target.features):
@@ -325,7 +306,7 @@ def hostile(config: TrainConfig) -> int:
             if kind == "error":
                 raise ValueError("an unlucky\nbatch")
             if kind == "hang":
-                time.sleep(1000)
+                time.sleep(STALL_SECONDS)
             changed = {
                 "zeros": {"features": torch.zeros_like(rows)},
                 "short": {"features": rows[:-1]},
@@ -338,14 +319,19 @@ def hostile(config: TrainConfig) -> int:
             return dataclasses.replace(good, **changed[kind])
 
         Target.features = bad
+        if kind == "hang":
+            doing = Watch.doing
+
+            def impatient(watch: Watch, activity: str, documents=None, patience: float = 1.0):
+                hangs = activity == "capturing batch 3"
+                doing(watch, activity, documents, patience=patience / STALL_SECONDS**hangs)
+
+            Watch.doing = impatient
     return run_rank(config)
 
 
 def short_part(config: TrainConfig) -> int:
-    """A rank of a run that does PART_STEPS steps and then waits to be killed.
-
-    However late the killer's thread is woken on a busy machine, its run has not ended by then.
-    """
+    """A rank of a run that does PART_STEPS steps and then waits to be killed, however late."""
     from dflash_ext.trainer import Trainer
 
     micro_step, count = Trainer.micro_step, [0]
@@ -354,7 +340,7 @@ def short_part(config: TrainConfig) -> int:
         count[0] += 1
         if count[0] > 1 + int(os.environ["PART_STEPS"]):  # the first is the rehearsal
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher must be able to end it
-            time.sleep(100)
+            time.sleep(STALL_SECONDS)
         return micro_step(self, *args)
 
     Trainer.micro_step = bounded

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from ranks import Killer, command_line, resumed, run_config, run_rank
-from test_pipeline import assert_same_run, world  # noqa: F401
+from busy_machine import PATIENCE_SECONDS, free_port
+from compared import assert_same_run
+from ranks import command_line, resumed, run_config, run_rank
+from strike import Strike, struck
+from test_pipeline import world  # noqa: F401
 from tiny_targets import one_thread  # noqa: F401
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -21,12 +24,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from dflash_ext import launch
 from dflash_ext.config import TrainConfig
 from dflash_ext.train import train
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def torchrun(config: TrainConfig) -> list[subprocess.CompletedProcess]:
@@ -46,17 +43,18 @@ def torchrun(config: TrainConfig) -> list[subprocess.CompletedProcess]:
     ]
     ended = []
     for agent in agents:
-        out, err = agent.communicate(timeout=200)
+        out, err = agent.communicate(timeout=PATIENCE_SECONDS)
         ended.append(subprocess.CompletedProcess(agent.args, agent.returncode, out, err))
     return ended
 
 
-def two_agents(config: TrainConfig, logs: Path) -> tuple[list[object], str]:
+def two_agents(config: TrainConfig, logs: Path, strike: Strike) -> tuple[list[object], str]:
     """The same agents, in threads of this process, so that ranks are forked from the warm server.
 
     What each launch returned or raised, and what the ranks wrote to stderr.
     """
     port, environment = free_port(), {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    entry = partial(struck, strike, run_rank)
 
     def agent(node: int) -> object:
         settings = LaunchConfig(
@@ -66,7 +64,7 @@ def two_agents(config: TrainConfig, logs: Path) -> tuple[list[object], str]:
             run_id="none",  # as torchrun names it
             rdzv_backend="static",
             rdzv_endpoint=f"127.0.0.1:{port}",
-            rdzv_configs={"rank": node, "timeout": 100},
+            rdzv_configs={"rank": node, "timeout": PATIENCE_SECONDS},
             max_restarts=0,
             monitor_interval=0.1,
             start_method="forkserver",
@@ -74,7 +72,7 @@ def two_agents(config: TrainConfig, logs: Path) -> tuple[list[object], str]:
             local_addr="127.0.0.1",
         )
         try:
-            return elastic_launch(settings, launch._child)(config, environment, run_rank)
+            return elastic_launch(settings, launch._child)(config, environment, entry)
         except ChildFailedError as error:
             return error
 
@@ -89,10 +87,9 @@ def test_two_agents_lose_a_target_and_go_on(world, tmp_path):  # noqa: F811
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
     assert train(run_config(world, alone)) == 0
     config = run_config(world, ranks, 1, 1)
-    killer = Killer(ranks, 1, after=4)
-    killer.start()
-    ended, said = two_agents(config, tmp_path / "logs")
-    assert time.monotonic() - killer.killed_at < 30
+    began = time.monotonic()
+    ended, said = two_agents(config, tmp_path / "logs", Strike("step 5:", victim=1))
+    assert time.monotonic() - began < PATIENCE_SECONDS
     assert [type(end) for end in ended] == [ChildFailedError, ChildFailedError]
     last = r"error: rank 1 \(target 0, pid \d+\), last seen .*batch \d+.*: died without a word"
     assert len(re.findall(last, said)) == 1, said

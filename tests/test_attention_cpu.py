@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import CASES, Case, case_layout, make_inputs
+from busy_machine import PATIENCE_SECONDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -332,7 +333,7 @@ def test_a_forked_child_gets_threads_of_its_own() -> None:
         with torch.no_grad():
             same = (dflash_attention(*t, layout).numpy() == expected).all()
         os._exit(0 if same else 1)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while (status := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(child, 9)
@@ -366,7 +367,9 @@ def run_with_isa(isa: str, script: str, *arguments: str) -> subprocess.Completed
     search = os.pathsep.join(p for p in sys.path if p)
     environment = {**os.environ, "DFLASH_CPU_ISA": isa, "PYTHONPATH": search}
     command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
 
 
 def test_every_instruction_set(tmp_path: Path) -> None:

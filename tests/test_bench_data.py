@@ -42,7 +42,7 @@ def test_a_written_store_is_a_real_one(tmp_path):
 
 
 def test_footprint_counts_the_children():
-    code = "x = bytearray(200 << 20); import time; print(flush=True); time.sleep(60)"
+    code = "x = bytearray(200 << 20); import time; print(flush=True); time.sleep(600)"
     before = resident_bytes(os.getpid())
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 
 import pytest
 import torch
+from busy_machine import PATIENCE_SECONDS, wait_until
 from test_drafter import make
 from test_optim import NAMES, ONE, fill_gradients, snapshot
 
@@ -164,7 +164,7 @@ def test_one_write_at_a_time_beside_training(tmp_path, monkeypatch):
         running.append(1)
         assert len(running) == 1
         begun.set()
-        assert go.wait(20)
+        assert go.wait(PATIENCE_SECONDS)
         path = write(*args, **keywords)
         running.pop()
         return path
@@ -172,7 +172,7 @@ def test_one_write_at_a_time_beside_training(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_snapshot", slow)
     writer = CheckpointWriter(tmp_path, keep=2)
     writer.write(take_snapshot(drafter, optimizer, Progress(1)))
-    assert begun.wait(20)  # and this thread is free
+    assert begun.wait(PATIENCE_SECONDS)  # and this thread is free
     assert checkpoints(tmp_path) == []
     threading.Timer(0.2, go.set).start()
     writer.write(take_snapshot(drafter, optimizer, Progress(2)))  # waits for the first
@@ -211,9 +211,7 @@ def test_a_full_disk_is_told_at_the_next_step_and_no_fuller_for_it(tmp_path, mon
     writer.write(take_snapshot(drafter, optimizer, Progress(2)))
 
     def go_on_training():
-        for _ in range(2000):
-            writer.check()
-            time.sleep(0.01)
+        wait_until(lambda: writer.check())  # which returns nothing, or raises
 
     with pytest.raises(UserError, match=r"step-2 cannot .* step-1 is whole: make room, then"):
         go_on_training()

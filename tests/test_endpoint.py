@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from busy_machine import PATIENCE_SECONDS
 from fake_endpoint import FakeEndpoint, completion, echo
 
 from dflash_ext.data import endpoint as module
@@ -24,12 +25,6 @@ def _short_pauses(monkeypatch):
 def first(*replies):
     """These replies to the first requests, good ones afterwards."""
     return lambda number, body: replies[number] if number < len(replies) else echo(body)
-
-
-def hang(number, body):
-    if number == 0:
-        time.sleep(1.0)
-    return echo(body)
 
 
 TROUBLE = {
@@ -71,12 +66,21 @@ def test_trouble_that_stays_is_told():
         assert len(server.requests) == 3
 
 
-def test_a_server_that_hangs_is_left_and_asked_again():
+def test_a_server_that_hangs_is_left_and_asked_again(monkeypatch):
+    monkeypatch.setattr(module, "_LONGEST_PAUSE", 0.05)
+    over = threading.Event()
+
+    def hang(number, body):
+        if number == 0:
+            over.wait(PATIENCE_SECONDS)
+        return echo(body)
+
     with FakeEndpoint(hang) as server:
-        began = time.monotonic()
-        answer = Endpoint(server.url, timeout=0.2, attempts=3).chat(BODY)
-        assert time.monotonic() - began < 0.9
+        # Attempts for a machine on which even a good answer may now and then take longer.
+        answer = Endpoint(server.url, timeout=0.3, attempts=100).chat(BODY)
         assert answer.message["content"] == "[u:hi]"
+        assert len(server.requests) > 1
+        over.set()
 
 
 def test_a_server_that_drips_is_left():
@@ -88,7 +92,7 @@ def test_a_server_that_drips_is_left():
         with connection:
             connection.recv(65536)
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
-            for _ in range(100):
+            while True:
                 try:
                     connection.sendall(b" ")
                 except OSError:
@@ -96,11 +100,9 @@ def test_a_server_that_drips_is_left():
                 time.sleep(0.05)
 
     threading.Thread(target=drip, daemon=True).start()
-    began = time.monotonic()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with listener, pytest.raises(Unavailable, match=r"no response within 0\.3 s"):
         Endpoint(url, timeout=0.3, attempts=1).chat(BODY)
-    assert time.monotonic() - began < 2
 
 
 def test_pauses_double_and_retry_after_is_obeyed(monkeypatch):
@@ -136,7 +138,7 @@ def test_retry_after_is_a_number_of_seconds(header, low, high):
 
 
 def test_retry_after_as_a_date():
-    for seconds, low, high in ((100, 90, 101), (-100, 0, 0)):
+    for seconds, low, high in ((800, 400, 801), (-100, 0, 0)):
         header = email.utils.formatdate(time.time() + seconds, usegmt=True)
         assert low <= module._retry_after(header) <= high
 
@@ -251,10 +253,10 @@ def test_connections_are_kept_and_a_closed_one_is_no_trouble():
 
 
 def test_stop_ends_the_pauses():
-    with FakeEndpoint(lambda *_: (429, {"Retry-After": "60"}, b"")) as server:
+    with FakeEndpoint(lambda *_: (429, {"Retry-After": "900"}, b"")) as server:
         endpoint = Endpoint(server.url)
-        threading.Timer(0.2, endpoint.stop).start()
+        threading.Timer(0.1, endpoint.stop).start()
         began = time.monotonic()
         with pytest.raises(Unavailable):
             endpoint.chat(BODY)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < PATIENCE_SECONDS

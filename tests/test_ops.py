@@ -89,22 +89,27 @@ def test_cuda_strides_are_checked_before_any_launch() -> None:
 def test_gil_is_released_while_a_kernel_runs() -> None:
     case = Case("long", (1500,), tuple(range(20, 1500, 4)), B=16, Hkv=2, G=8, D=128)
     tensors, layout, _ = make_inputs(case)
-    done = threading.Event()
 
-    def work() -> None:
-        dflash_attention(*tensors, layout)
-        done.set()
+    def moves_meanwhile() -> bool:
+        """Did this thread stand still for less than half of a kernel's time?"""
+        done = threading.Event()
 
-    thread = threading.Thread(target=work)
-    longest, before = 0.0, time.perf_counter()
-    began = before
-    thread.start()
-    while not done.is_set():  # this thread needs the GIL for every turn of the loop
-        now = time.perf_counter()
-        longest, before = max(longest, now - before), now
-    thread.join()
-    took = time.perf_counter() - began
-    assert longest < took / 2, f"this thread stood still for {longest:.3f} of {took:.3f} s"
+        def work() -> None:
+            dflash_attention(*tensors, layout)
+            done.set()
+
+        thread = threading.Thread(target=work)
+        longest, before = 0.0, time.perf_counter()
+        began = before
+        thread.start()
+        while not done.is_set():  # this thread needs the GIL for every turn of the loop
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+        thread.join()
+        return longest < (time.perf_counter() - began) / 2
+
+    # A busy machine may hold it up as the GIL would, but not every time.
+    assert any(moves_meanwhile() for _ in range(50))
 
 
 def test_double_backward_is_an_error_and_not_a_wrong_number() -> None:

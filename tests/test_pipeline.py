@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from busy_machine import PATIENCE_SECONDS
+from compared import assert_same_run, state_of
 from ranks import (
     STEPS,
-    Killer,
     as_if_nccl,
     as_if_staged,
     begin,
@@ -31,7 +32,9 @@ from ranks import (
     start,
 )
 from safetensors.torch import load_file
+from strike import Strike, rank_table
 from tiny_targets import one_thread  # noqa: F401
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
 from dflash_ext import launch
 from dflash_ext.checkpoint import checkpoints, read_progress
@@ -48,29 +51,6 @@ def world(tmp_path_factory):
         patch.setenv("DFLASH_CACHE", str(root / "cache"))
         patch.setenv("OMP_NUM_THREADS", "1")
         yield root
-
-
-def state_of(folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    """Every weight, moment, counter and sample count of a checkpoint."""
-    last = folder / f"checkpoints/step-{step}"
-    state = load_file(last / "drafter.safetensors")
-    saved = torch.load(last / "optimizer.pt", weights_only=True)
-    for i, inner in enumerate(saved["optimizer"]["optimizers"]):
-        for p, moments in inner["state"].items():
-            state |= {f"optimizer {i} {p} {name}": value for name, value in moments.items()}
-    state["counters"] = torch.tensor(list(saved["optimizer"]["counters"].values()))
-    return state | {"uses": saved["uses"], "random": saved["random"]["cpu"]}
-
-
-def assert_same_run(a: Path, b: Path, step: int = STEPS) -> None:
-    first, second = state_of(a, step), state_of(b, step)
-    assert first.keys() == second.keys()
-    for name in first:
-        assert torch.equal(first[name], second[name]), name
-    for kind in ("train", "validation"):
-        for x, y in zip(records(a, kind), records(b, kind), strict=True):
-            for name in ("loss", "accept_len", "grad_norm", "blocks"):
-                assert x.get(name) == y.get(name), (kind, x["step"], name)
 
 
 def test_two_targets_and_a_drafter_are_one_process_to_the_bit(world, tmp_path):
@@ -91,7 +71,7 @@ def test_two_targets_and_a_drafter_are_one_process_to_the_bit(world, tmp_path):
     assert train(run_config(world, alone, **same)) == 0
     command = [sys.executable, "-m", "dflash_ext.train", "cpu"]
     command += command_line(run_config(world, ranks, 2, 1, **same))
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert ended.returncode == 0, ended.stderr
     assert_same_run(alone, ranks)
     assert "2 targets and 1 drafters over gloo" in ended.stdout
@@ -142,7 +122,7 @@ def test_five_to_three_uses_each_sample_once(world, tmp_path):
     uses = torch.load(last / "optimizer.pt", weights_only=True)["uses"]
     assert set(uses.tolist()) == {1}
     assert progress.position == len(records(folder)) == -(-progress.course.end // 6)
-    table = json.loads((folder / "ranks.json").read_text())
+    table = rank_table(folder)
     assert [row["role"] for row in table][::7] == ["drafter 0", "target 4"]
     assert len({row["pid"] for row in table}) == 8
 
@@ -166,7 +146,7 @@ def test_hostile_features_are_refused(world, tmp_path, kind, monkeypatch, capfd)
     folder = tmp_path / "run"
     began = time.monotonic()
     assert start(run_config(world, folder, 2, 1), hostile) == 1
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < PATIENCE_SECONDS
     error = capfd.readouterr().err
     assert re.search(REFUSALS[kind], error), error
     assert len(re.findall("^error: ", error, re.M)) == 1
@@ -175,22 +155,22 @@ def test_hostile_features_are_refused(world, tmp_path, kind, monkeypatch, capfd)
         assert re.search(r"samples \[\d+, ", error) or kind == "dtype"
     else:
         assert "rank 2 (target 1)" in error
-    assert [r["step"] for r in records(folder)] == [1, 2, 3]  # batch 3 never trained
+    trained = [r["step"] for r in records(folder)]
+    # Batch 3 never; of an error that ends all at once the drafter may hear before it is there.
+    assert trained == [1, 2, 3] or (kind == "error" and trained == [1, 2, 3][: len(trained)])
 
 
 @pytest.mark.parametrize(("rank", "role"), [(3, "target 0"), (2, "drafter 2"), (0, "drafter 0")])
 def test_death_of_any_rank_ends_all_and_the_run_goes_on(world, tmp_path, rank, role, capfd):
     folder = tmp_path / "run"
     config = run_config(world, folder, 3, 3)
-    killer = Killer(folder, rank, after=4)
-    killer.start()
-    assert start(config) == 1
-    killer.join()
-    assert time.monotonic() - killer.killed_at < 15
+    began = time.monotonic()
+    assert begin(config, strike=Strike("step 5:", victim=rank)) == 1
+    assert time.monotonic() - began < PATIENCE_SECONDS
     error = capfd.readouterr().err
     assert f"error: rank {rank} ({role}, pid" in error
     assert re.search(r"last seen .*(batch \d+|step \d+).*: died without a word", error), error
-    table = json.loads((folder / "ranks.json").read_text())
+    table = rank_table(folder)
     assert not [row for row in table if Path(f"/proc/{row['pid']}").exists()]
     assert start(resumed(config)) == 0
     assert [r["step"] for r in records(folder)] == [*range(1, STEPS + 1)]
@@ -249,13 +229,12 @@ def test_other_numbers_of_targets_and_drafters_continue_a_run(world, tmp_path):
     """N:M changes at every stop; what follows equals one uninterrupted process."""
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     assert train(run_config(world, whole, batch={"accumulate": 6})) == 0
-    for stop, targets, drafters in ((1, 2, 3), (4, 1, 2), (7, 0, 0), (STEPS, 3, 1)):
+    for stop, targets, drafters in ((2, 2, 3), (4, 1, 2), (7, 0, 0), (STEPS, 3, 1)):
         batch = {"accumulate": 6 // max(1, drafters)}
         config = resumed(run_config(world, pieces, targets, drafters, batch=batch))
-        if stop < STEPS:
-            Killer(pieces, None, stop, signal.SIGINT).start()
+        strike = Strike(f"step {stop}:", signal.SIGINT) if stop < STEPS else None
         entry = as_if_nccl if targets else run_rank
-        assert begin(config, entry) == (INTERRUPTED if stop < STEPS else 0)
+        assert begin(config, entry, strike) == (INTERRUPTED if stop < STEPS else 0)
     a, b = state_of(whole), state_of(pieces)
     assert torch.equal(a["uses"], b["uses"])
     for name in a:
@@ -269,41 +248,43 @@ def test_other_numbers_of_targets_and_drafters_continue_a_run(world, tmp_path):
 def test_resume_is_exact_to_the_bit_whatever_the_targets(world, tmp_path, capfd):
     """Requirement 20: SIGTERM, SIGKILL, and other numbers of targets; draws in between."""
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
-    steps = 2 * STEPS  # a busy machine may be late to send a signal
-    same = {"batch": {"draws": 2}, "steps": steps}
+    same = {"batch": {"draws": 2}}
     assert start(run_config(world, whole, 1, 2, **same)) == 0
-    for rank, targets, after, number, code in (
-        (0, 2, 2, signal.SIGTERM, INTERRUPTED),
-        (2, 2, 5, signal.SIGKILL, 1),
-        (None, 1, 7, signal.SIGINT, INTERRUPTED),
+    for rank, targets, step, number, code, saved in (
+        (0, 2, 2, signal.SIGTERM, INTERRUPTED, {2}),
+        (2, 2, 5, signal.SIGKILL, 1, {2, 3}),  # step 3's may have been half written
+        (None, 1, 7, signal.SIGINT, INTERRUPTED, {7}),
     ):
-        killer = Killer(pieces, rank, after, number)
-        killer.start()
         config = resumed(run_config(world, pieces, targets, 2, **same))
-        assert begin(config) == code, capfd.readouterr().err
-        killer.join()
+        strike = Strike(f"step {step}:", number, victim=rank)
+        assert begin(config, strike=strike) == code, capfd.readouterr().err
+        assert read_progress(checkpoints(pieces / "checkpoints")[-1]).position in saved
     assert start(resumed(run_config(world, pieces, 3, 2, **same))) == 0
-    assert_same_run(whole, pieces, steps)
+    assert_same_run(whole, pieces)
 
 
 def test_a_rank_that_heeds_nothing_is_ended(world, tmp_path, monkeypatch, capfd):
-    """Torch's launcher would wait for it half a minute."""
+    """Torch's launcher would wait for it half a minute, and here for ever."""
     monkeypatch.setattr(launch, "_SHUTDOWN_SECONDS", 0.5)
+    close = MultiprocessContext._close
+    monkeypatch.setattr(
+        MultiprocessContext, "_close", lambda self, death_sig, timeout: close(self, death_sig, 1e6)
+    )
     began = time.monotonic()
     assert start(run_config(world, tmp_path / "run", 1, 1), deaf) == 1
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < PATIENCE_SECONDS
     error = capfd.readouterr().err
     assert re.search(r"error: rank 1 \(target 0, pid .*died without a word", error), error
 
 
 def test_a_stuck_rank_is_found_and_named(world, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HOSTILE", "hang")
-    config = run_config(world, tmp_path / "run", 2, 1, topology={"stall_seconds": 4})
+    config = run_config(world, tmp_path / "run", 2, 1)
     began = time.monotonic()
     assert start(config, hostile) == 1
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < PATIENCE_SECONDS
     error = capfd.readouterr().err
-    stuck = r"error: rank 2 \(target 1\): no progress for \d s while capturing batch 3 \(documents"
+    stuck = r"error: rank 2 \(target 1\): no progress for \d+ s while capturing batch 3 \(documents"
     assert re.search(stuck, error), error
 
 
@@ -315,9 +296,8 @@ def test_sharded_drafters_are_replicated_ones(world, tmp_path):
     assert start(run_config(world, replicas, 1, 3, **same)) == 0
     assert start(run_config(world, shards, 1, 3, **sharded)) == 0
     for targets, options, stop in ((1, sharded, 2), (2, same, 6), (1, sharded, None)):
-        if stop is not None:
-            Killer(mixed, None, stop, signal.SIGINT).start()
-        code = begin(resumed(run_config(world, mixed, targets, 3, **options)))
+        strike = None if stop is None else Strike(f"step {stop}:", signal.SIGINT)
+        code = begin(resumed(run_config(world, mixed, targets, 3, **options)), strike=strike)
         assert code == (0 if stop is None else INTERRUPTED)
     last = len(records(replicas))
     expected = state_of(replicas, last)
@@ -372,7 +352,7 @@ def test_auto_times_both_sides_and_splits_the_ranks(world, tmp_path, monkeypatch
     folder = tmp_path / "run"
     config = run_config(world, folder, topology={"targets": "auto", "devices": 3}, steps=3)
     assert start(config) == 0
-    roles = [row["role"] for row in json.loads((folder / "ranks.json").read_text())]
+    roles = [row["role"] for row in rank_table(folder)]
     assert roles in (
         ["drafter 0", "target 0", "target 1"],
         ["drafter 0", "drafter 1", "target 0"],
@@ -397,7 +377,7 @@ def test_bad_data_ends_all_ranks_with_its_message(world, tmp_path, capfd):
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, train=str(bad)))
     began = time.monotonic()
     assert start(config) == 2
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < PATIENCE_SECONDS
     error = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
     assert error == ["error: " + error[0][7:]]
     assert "0 trainable rows of 1" in error[0]

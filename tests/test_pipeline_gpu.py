@@ -5,14 +5,16 @@ Here a rank starts afresh, so a run takes some ten seconds before its first step
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 
 import pytest
 import torch
-from ranks import Killer, records, resumed, run_config, start, two_drafters
-from test_pipeline import assert_same_run, world  # noqa: F401
+from busy_machine import PATIENCE_SECONDS
+from compared import assert_same_run
+from ranks import begin, records, resumed, run_config, start, two_drafters
+from strike import Strike, rank_table
+from test_pipeline import world  # noqa: F401
 
 from dflash_ext.train import train
 from dflash_ext.watch import INTERRUPTED
@@ -27,7 +29,7 @@ def test_one_target_and_one_drafter_are_one_process(world, tmp_path, draws):  # 
     same = {"device": "cuda", "batch": {"draws": draws}}
     assert train(run_config(world, alone, **same)) == 0
     assert start(run_config(world, ranks, 1, 1, **same)) == 0
-    table = json.loads((ranks / "ranks.json").read_text())
+    table = rank_table(ranks)
     assert {row["data"] for row in table} == {"NCCL" if torch.cuda.device_count() > 1 else "gloo"}
     assert_same_run(alone, ranks)
     for record in records(ranks):
@@ -46,21 +48,20 @@ def test_more_ranks_than_gpus(world, tmp_path):  # noqa: F811
 def test_stopped_killed_and_continued(world, tmp_path, capfd):  # noqa: F811
     """Whatever its kernels wait for: a rank ends soon after its peer, and nothing is lost."""
     alone, ranks = tmp_path / "alone", tmp_path / "ranks"
-    same = {"device": "cuda", "steps": 400, "run": {"checkpoint_every": 10}}
+    same = {"device": "cuda", "steps": 80, "run": {"checkpoint_every": 10}}
     assert train(run_config(world, alone, **same)) == 0
     config = resumed(run_config(world, ranks, 1, 1, **same))
-    for rank, after, number, code in (
+    for rank, step, number, code in (
         (None, 5, signal.SIGINT, INTERRUPTED),
         (1, 30, signal.SIGKILL, 1),
         (0, 60, signal.SIGKILL, 1),
     ):
-        killer = Killer(ranks, rank, after, number)
-        killer.start()
-        assert start(config) == code, capfd.readouterr().err
-        assert time.monotonic() - killer.killed_at < 30
+        began, strike = time.monotonic(), Strike(f"step {step}:", number, victim=rank)
+        assert begin(config, strike=strike) == code, capfd.readouterr().err
+        assert time.monotonic() - began < PATIENCE_SECONDS
     assert "(target 0, pid" in capfd.readouterr().err
     assert start(config) == 0
-    assert_same_run(alone, ranks, 400)
+    assert_same_run(alone, ranks, 80)
 
 
 @needs_two

@@ -9,6 +9,7 @@ from multiprocessing import Pipe
 from queue import SimpleQueue
 
 import pytest
+from busy_machine import PATIENCE_SECONDS
 
 from dflash_ext.data.pool import _in_order
 from dflash_ext.errors import UserError
@@ -50,7 +51,7 @@ def test_a_slow_block_holds_up_nobody_for_ever(late):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(PATIENCE_SECONDS)
     assert found == [(f"block {i}", [i]) for i in range(20)]
     assert all(worker.received > 1 for worker in crew)
     assert all(worker.most == 2 for worker in crew)  # the next block is there, and no more

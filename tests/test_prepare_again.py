@@ -8,13 +8,13 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from busy_machine import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prepare_cases import GOOD, chat, make, prepare_and_hang, texts, write
@@ -194,19 +194,14 @@ def test_killed_and_run_again(tmp_path, monkeypatch):
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=prepare_and_hang, args=(source, store, reached))
     process.start()
-    deadline = time.monotonic() + 120
-    while not reached.exists():
-        assert process.is_alive()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: reached.exists() or not process.is_alive())
+    assert process.is_alive()
     assert len(session_of(process.pid)) >= 4  # itself, its own server, two workers
     process.kill()
     process.join()
     done = json.loads((store / "index.json").read_text())["committed"]["rows"]
     assert done == 2 * blocks.BLOCK_ROWS
-    while left := session_of(process.pid):
-        assert time.monotonic() < deadline, f"{left} outlived their parent"
-        time.sleep(0.05)
+    wait_until(lambda: not session_of(process.pid))  # nobody outlives its parent
     encoded = []
     _, continued = make(store, source, progress=lambda state: encoded.append(state.rows))
     assert encoded[-1] == count - done

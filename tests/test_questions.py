@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from busy_machine import PATIENCE_SECONDS, wait_until
 from test_generate import drafter_for, prompts
 from tiny_targets import one_thread, tiny_model  # noqa: F401
 
@@ -38,9 +39,7 @@ class Board(Watch):
         return json.loads(self.values[key])
 
     def wait_for(self, key, activity):
-        end = time.monotonic() + 60
-        while key not in self.values and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: key in self.values)
         return self.read(key)
 
     def give_up(self, message):
@@ -114,13 +113,13 @@ def test_a_stopped_run_waits_for_no_answer(target, tmp_path, monkeypatch):
 
     def slowly(self, done, total):
         begun.set()
-        time.sleep(0.05)
+        wait_until(self._stopped.is_set)
         check(self, done, total)
 
     monkeypatch.setattr(Answerer, "_check", slowly)
     answerer = Answerer(board, target, comparison())
     asker.step(Progress(5), Replicas(None, drafter_for(target, block_size=4)), due=True)
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE_SECONDS)
     asker.finish(True)
     answerer.finish()
     assert "decoded/0" not in board.values
@@ -131,6 +130,6 @@ def test_a_failure_ends_the_run_and_is_named(target, tmp_path):
     board = Board()
     answerer = Answerer(board, target, comparison())
     board.publish("decode/0", {"path": str(tmp_path / "nowhere"), "config": {}})
-    answerer._thread.join(60)
+    answerer._thread.join(PATIENCE_SECONDS)
     (message,) = board.gave_up
     assert message.startswith("rank 1 (target 0), decoding for rank 0: ")

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
+from busy_machine import PATIENCE_SECONDS, free_port
 from data_fixtures import THINKING, make_tokenizer, make_word_tokenizer, tiny_model
 from fake_endpoint import FakeEndpoint
 from regenerate_cases import (  # noqa: F401
@@ -206,13 +207,9 @@ def transformers_command(arguments, log):
 
 
 def test_transformers_serve_gives_what_the_target_gives_in_process(target, tmp_path):
-    import socket
-
     folder, _, tokenizer = target
     source = various(tmp_path, 8)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # Its own command, in a process that has imported most of it already.
     server = multiprocessing.get_context("forkserver").Process(
         target=transformers_command,
@@ -226,7 +223,7 @@ def test_transformers_serve_gives_what_the_target_gives_in_process(target, tmp_p
     try:
         endpoint = f"http://127.0.0.1:{port}/v1"
         options = {"endpoint": endpoint, "model": str(folder), "concurrency": 3}
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_SECONDS
         # It takes a while to start: running again asks for what is missing.
         while True:
             try:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from busy_machine import PATIENCE_SECONDS
 from safetensors.torch import load_file
 from tiny_targets import one_thread, tiny_model, tiny_tokenizer  # noqa: F401
 
@@ -34,6 +35,7 @@ from dflash_ext.config import (
 from dflash_ext.errors import UserError
 from dflash_ext.export import load_export
 from dflash_ext.monitor import Monitor
+from dflash_ext.pipeline import InProcess
 from dflash_ext.target import Target
 from dflash_ext.train import INTERRUPTED, train
 
@@ -253,22 +255,23 @@ def test_no_compiler_and_no_tracer(world, tmp_path, uninterrupted, monkeypatch):
     assert_bit_equal(final_state(tmp_path / "refused"), uninterrupted[0])
 
     assert torch.fx.Tracer.trace is trace
-    stop, traced = threading.Event(), []
+    begun, stop, traced = threading.Event(), threading.Event(), []
 
     def keep_tracing():
         module = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)])
         while not stop.is_set():
             traced.append(torch.fx.symbolic_trace(module))
             del traced[:-1]
+            begun.set()
 
     thread = threading.Thread(target=keep_tracing)
     thread.start()
+    assert begun.wait(PATIENCE_SECONDS)
     try:
         assert train(config_of(world, tmp_path / "beside")) == 0
     finally:
         stop.set()
         thread.join()
-    assert traced
     assert_bit_equal(final_state(tmp_path / "beside"), uninterrupted[0])
 
 
@@ -297,6 +300,21 @@ def test_draws_share_one_capture_and_accumulation_adds_up(world, tmp_path, monke
     assert len({sample for batch in batches for sample in batch}) == sum(map(len, batches))
     assert len(rehearsal) == batch.max_documents
     assert all("accept_len" not in r for r in records(tmp_path / "run", "validation"))
+
+
+def test_what_validation_waits_for_is_no_step_s(world, tmp_path, monkeypatch):
+    take = InProcess.take
+
+    def slowly(self, handover):
+        if handover.kind == "held-out":
+            self._capture += 100.0
+        return take(self, handover)
+
+    monkeypatch.setattr(InProcess, "take", slowly)
+    assert train(config_of(world, tmp_path / "run", steps=6)) == 0
+    assert len(records(tmp_path / "run", "validation")) == 2
+    for record in records(tmp_path / "run", "train"):
+        assert 0 <= record["share_target"] <= 1
 
 
 def test_options_of_a_run_are_kept(world, tmp_path):

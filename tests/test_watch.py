@@ -7,10 +7,11 @@ import os
 import re
 import subprocess
 import threading
-import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
+from busy_machine import PATIENCE_SECONDS, wait_until
 from torch.distributed import TCPStore
 
 from dflash_ext import watch as watch_module
@@ -47,7 +48,7 @@ class Rank:
 
     def __init__(self, store: TCPStore, rank: int, **limits) -> None:
         self.ended, self.code = threading.Event(), None
-        limits = {"stall_seconds": 60, "silent_seconds": 60} | limits
+        limits = {"stall_seconds": 900, "silent_seconds": 900} | limits
         address = f"127.0.0.1:{store.port}"
         self.watch = Watch(address, rank, ROLES, end=self._end, **limits)
 
@@ -66,9 +67,7 @@ class Rank:
 def test_what_a_rank_does_is_known_to_all(store):
     with Rank(store, 0) as first, Rank(store, 1) as second:
         second.watch.doing("capturing batch 7", range(40))
-        end = time.monotonic() + 5
-        while "batch 7" not in str(read_beat(store, 1)) and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: "batch 7" in str(read_beat(store, 1)))
         beat = read_beat(store, 1)
         assert f"(target 0, pid {beat.pid}), last seen capturing batch 7 (documents [0, 1" in str(
             beat
@@ -85,7 +84,7 @@ def test_the_first_failure_ends_everybody(store, capsys):
     with Rank(store, 0) as first, Rank(store, 1) as second:
         own = second.watch.fail("rank 1 (target 0): an unlucky batch", 2)
         assert second.watch.fail("a consequence").message == own.message
-        assert first.ended.wait(5)
+        assert first.ended.wait(PATIENCE_SECONDS)
         assert first.code == 2
         assert not second.ended.is_set()  # it ends itself, after saying why
     assert "error: rank 1 (target 0): an unlucky batch" in capsys.readouterr().err
@@ -94,12 +93,13 @@ def test_the_first_failure_ends_everybody(store, capsys):
 
 
 def test_a_rank_without_a_sign_of_life_is_named(store):
-    with Rank(store, 0, silent_seconds=0.6) as first:
+    with Rank(store, 0) as first:
         silent = Rank(store, 1)
         silent.watch.doing("capturing batch 3", [4, 9])
-        time.sleep(0.1)
+        wait_until(lambda: "batch 3" in str(read_beat(store, 1)))
         silent.watch._over = True  # the process is stopped or gone; it cannot say so
-        assert first.ended.wait(10)
+        first.watch.silent_seconds = 0.4
+        assert first.ended.wait(PATIENCE_SECONDS)
         assert first.code == FAILED
         message = read_failure(store).message
         assert message.startswith("rank 1 (target 0, pid ")
@@ -108,21 +108,22 @@ def test_a_rank_without_a_sign_of_life_is_named(store):
 
 
 def test_a_finished_rank_may_be_silent(store):
-    with Rank(store, 0, silent_seconds=0.3) as first:
+    with Rank(store, 0) as first:
         with Rank(store, 1):
             pass
-        assert not first.ended.wait(1)
+        first.watch.silent_seconds = 0.1
+        assert not first.ended.wait(0.5)
 
 
 def test_a_stall_is_the_stuck_rank_s_not_the_waiting_one_s(store):
     limits = {"stall_seconds": 0.5}
     with Rank(store, 0, **limits) as first, Rank(store, 1, **limits) as second:
-        first.watch.doing("waiting for batch 3 of target 0", [1], patience=2)
+        first.watch.doing("waiting for batch 3 of target 0", [1], patience=1000)
         second.watch.doing("capturing batch 3", [1])
-        assert second.ended.wait(5)
-        assert first.ended.wait(5)
+        assert second.ended.wait(PATIENCE_SECONDS)
+        assert first.ended.wait(PATIENCE_SECONDS)
     expected = (
-        r"rank 1 \(target 0\): no progress for \d s while capturing batch 3 \(documents \[1\]\)"
+        r"rank 1 \(target 0\): no progress for \d+ s while capturing batch 3 \(documents \[1\]\)"
     )
     assert re.match(expected, read_failure(store).message)
 
@@ -131,9 +132,9 @@ def test_a_lost_store_ends_a_rank(capsys, monkeypatch):
     monkeypatch.setattr(watch_module, "TICK_SECONDS", 0.02)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = Rank(store, 0)
-    time.sleep(0.1)
+    wait_until(partial(read_beat, store, 0))
     del store
-    assert rank.ended.wait(20)
+    assert rank.ended.wait(PATIENCE_SECONDS)
     assert "is gone" in capsys.readouterr().err
 
 
@@ -147,7 +148,7 @@ def test_a_watch_that_fails_ends_its_rank(store, capsys, monkeypatch):
         monkeypatch.setattr(first.watch, "_beats", lambda: 1 / 0)
         monkeypatch.setattr(watch_module, "announce", closed)
         monkeypatch.setattr(threading, "excepthook", lambda _: None)
-        assert first.ended.wait(5)
+        assert first.ended.wait(PATIENCE_SECONDS)
         assert first.code == FAILED
 
 
@@ -166,9 +167,9 @@ def test_a_process_of_another_container_is_not_missed(monkeypatch):
 def test_a_request_to_stop_is_heeded_or_ends_the_process(store):
     with Rank(store, 0) as first, Rank(store, 1) as second, first.watch.heeding_stop():
         connect(f"127.0.0.1:{store.port}").set("stop", "1")
-        assert second.ended.wait(5)
+        assert second.ended.wait(PATIENCE_SECONDS)
         assert second.code == INTERRUPTED
-        assert first.watch.stop_requested.wait(5)
+        assert first.watch.stop_requested.wait(PATIENCE_SECONDS)
 
 
 def test_who_speaks(capsys, monkeypatch):
