@@ -148,7 +148,10 @@ class Watch:
         )
         self._end = end
         self._beat = Beat(roles[rank], os.getpid(), machine())
-        self._since, self._limit = time.monotonic(), float("inf")
+        self._now = 0.0
+        """Seconds that this watch has seen pass. Of a time in which the whole machine stood still
+        (suspended, or taken from its guest) it sees one turn: nobody was silent or stuck then."""
+        self._since, self._limit = self._now, float("inf")
         self._seen: dict[int, tuple[int, float]] = {}
         self._wake, self._over = threading.Event(), False
         self.stop_requested = threading.Event()
@@ -168,7 +171,7 @@ class Watch:
         """
         text = activity if documents is None else f"{activity} (documents {short_ids(documents)})"
         self._beat.activity = text
-        self._since, self._limit = time.monotonic(), self.stall_seconds * patience
+        self._since, self._limit = self._now, self.stall_seconds * patience
         self._wake.set()
 
     def set_roles(self, roles: Sequence[str]) -> None:
@@ -231,16 +234,19 @@ class Watch:
 
     def _run(self) -> None:
         published = looked = -float("inf")
+        turned = time.monotonic()
         while not self._over:
             woken = self._wake.wait(TICK_SECONDS)
             self._wake.clear()
             try:
                 now = time.monotonic()
+                self._now += min(now - turned, 4 * TICK_SECONDS)
+                turned = now
                 if woken or now - published >= 4 * TICK_SECONDS:
                     self._publish_beat()
                     published = now
                 if now - looked >= TICK_SECONDS:  # however often the activity changes
-                    self._look_around(now)
+                    self._look_around(self._now)
                     looked = now
             except (DistStoreError, RuntimeError, ConnectionError) as error:
                 if not self._over:

@@ -15,12 +15,20 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from dflash_ext import launch
 
 # One server forks the workers of all tests: warm with what ranks import, or each would import it.
 multiprocessing.set_forkserver_preload(launch.PRELOAD)
 forkserver.ensure_running()
+
+
+# The same examples in every run, however slow it is: no run of the tests fails by chance.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True, scope="session")

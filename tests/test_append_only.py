@@ -7,7 +7,7 @@ import json
 
 import pytest
 from data_fixtures import CHATML, make_tokenizer
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_fixtures import FAMILIES
 
@@ -225,7 +225,7 @@ def encoders(name):
     system=st.sampled_from([None, "s"]),
     name=st.sampled_from(sorted(FAMILIES)),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60)
 def test_the_short_way_and_the_long_way_agree(texts, system, name):
     short, long = encoders(name)
     row = {"messages": talk(*texts, system=system)}

@@ -92,7 +92,7 @@ def brute_force(batch, anchors, B, gamma, contiguous):
     return labels, weights
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     masks=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), min_size=1, max_size=4),
     B=st.sampled_from([4, 8, 16]),
@@ -121,7 +121,7 @@ def test_blocks_equal_brute_force(masks, B, gamma, contiguous):
     assert anchor_candidates(batch).tolist() == expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     window=st.sampled_from([None, 1, 2, 7, 100]),

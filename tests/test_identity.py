@@ -212,7 +212,7 @@ def test_other_data_are_refused(run, tmp_path):
         run.settle(3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=40), st.integers(0, 5), st.data())
 def test_the_split_of_a_growing_store(keys, seed, data):
     """Held out is what was at the start, and no copy of it is trained on; old places stay."""

@@ -157,7 +157,7 @@ def test_no_tensor_of_rows_times_vocabulary(kind):
     assert seen.elements == 300 * big  # the probe does see the naive way
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sizes=st.lists(st.integers(0, 9), max_size=30), chunk_rows=st.integers(1, 40))
 def test_chunks_are_whole_blocks_and_cover_every_row_once(sizes, chunk_rows):
     chunks = list(chunk_bounds(sizes, chunk_rows))

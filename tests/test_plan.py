@@ -95,7 +95,7 @@ def test_schedule_restarts_anywhere():
 STATES = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SAMPLES, STATES, st.integers(0, 2**40))
 def test_epochs_of_growing_data(samples, growth, seed):
     """Each epoch is that of the data as they were; each of its samples once; uses add up."""

@@ -161,7 +161,7 @@ def test_system_message_with_a_template_that_refuses_it(tmp_path):
     assert "only user and assistant roles" in str(report)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.one_of(

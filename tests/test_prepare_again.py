@@ -58,7 +58,7 @@ def test_order_and_place_of_rows_do_not_matter_for_what_is_known(tmp_path):
     assert (report.rows, report.trained) == (9, 9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 4), max_size=12), st.integers(0, 12), st.integers(1, 4))
 def test_a_ledger_finds_exactly_the_occurrences_it_has_not_seen(keys, before, step):
     """However reading is cut into calls, a row is new once and a duplicate after that."""

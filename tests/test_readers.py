@@ -316,7 +316,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(VALUES, max_size=12), st.sampled_from([None, 1]), st.booleans())
 def test_any_values_as_array_and_as_lines(tmp_path_factory, values, indent, ascii_only):
     folder = tmp_path_factory.mktemp("r")
@@ -330,7 +330,7 @@ def test_any_values_as_array_and_as_lines(tmp_path_factory, values, indent, asci
     assert [row for _, row in read(str(folder / "l.json"))][1:] == values
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=200), st.sampled_from(["d.jsonl", "d.json", "d.jsonl.gz", "d.jsonl.zst"]))
 def test_any_bytes_are_rows_or_one_line(tmp_path_factory, data, name):
     path = tmp_path_factory.mktemp("r") / name

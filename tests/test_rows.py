@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 from data_fixtures import CHATML, FAMILIES, THINKING, make_tokenizer
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_ext.data import encode as module
@@ -345,7 +345,7 @@ ENCODERS = {
 
 
 @given(rows=st.lists(ROWS, min_size=1, max_size=4))
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100)
 def test_any_row_is_samples_or_a_reason(rows):
     for encoder in ENCODERS.values():
         results = encoder.encode(rows)
@@ -372,7 +372,7 @@ def test_any_row_is_samples_or_a_reason(rows):
     answers=st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=3),
     questions=st.text(max_size=10),
 )
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80)
 def test_what_is_supervised_is_the_answers_and_their_ends(answers, questions):
     """Requirement 3, over any text: whatever is trained decodes to exactly the answers."""
     messages = []
@@ -397,7 +397,7 @@ def test_what_is_supervised_is_the_answers_and_their_ends(answers, questions):
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100)
 def test_byte_lengths_add_up_to_the_text(text):
     """What the fast way to find tokens rests on."""
     encoder = ENCODERS["chatml"]

@@ -37,7 +37,7 @@ def content(store):
     return [tuple(part.tolist() for part in store.sample(i)) for i in range(len(store))]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(SAMPLE, min_size=1, max_size=8))
 def test_what_is_written_is_read(tmp_path_factory, samples):
     store = write(tmp_path_factory.mktemp("s") / "store", samples)
@@ -52,7 +52,7 @@ def test_what_is_written_is_read(tmp_path_factory, samples):
         assert (got_ids.dtype, got_mask.dtype) == (torch.int64, torch.bool)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(SAMPLE, min_size=1, max_size=8), st.data())
 def test_a_store_written_in_pieces_is_the_same_store(tmp_path_factory, samples, data):
     """Commits, extensions and what a killed writer left behind its last commit do not show."""
@@ -382,7 +382,7 @@ def test_split_is_a_partition():
         split_indices(np.zeros(5, dtype=np.int64), 1, seed=0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=60), st.integers(0, 9), st.data())
 def test_added_rows_never_move_a_trained_one_to_the_held_out(keys, seed, data):
     keys = np.array(keys, dtype=np.uint64)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import threading
+import time
 from datetime import timedelta
 from functools import partial
 
@@ -126,6 +127,21 @@ def test_a_stall_is_the_stuck_rank_s_not_the_waiting_one_s(store):
         r"rank 1 \(target 0\): no progress for \d+ s while capturing batch 3 \(documents \[1\]\)"
     )
     assert re.match(expected, read_failure(store).message)
+
+
+def test_a_machine_that_stood_still_has_lost_nobody(store, monkeypatch):
+    """Suspended for longer than anybody may be silent or do one thing."""
+    limits, clock, stood = {"stall_seconds": 100, "silent_seconds": 100}, time.monotonic, [0.0]
+    monkeypatch.setattr(watch_module.time, "monotonic", lambda: clock() + stood[0])
+    with Rank(store, 0, **limits) as first, Rank(store, 1, **limits) as second:
+        first.watch.doing("waiting for batch 3 of target 0", [1], patience=2)
+        second.watch.doing("capturing batch 3", [1])
+        wait_until(lambda: read_beat(store, 0) and read_beat(store, 1))
+        stood[0] = 1000.0
+        counts = [read_beat(store, rank).count for rank in (0, 1)]
+        wait_until(lambda: all(read_beat(store, r).count > counts[r] + 3 for r in (0, 1)))
+        assert not first.ended.is_set()
+        assert not second.ended.is_set()
 
 
 def test_a_lost_store_ends_a_rank(capsys, monkeypatch):
