@@ -62,7 +62,8 @@ class Packing:
         """
         key = id(angles[0])
         if key not in self._tables:
-            cos, sin = (x[0, :, : head_dim // 2].float() for x in angles)
+            # Some releases make them with their axes swapped (gpt-oss, 5.6).
+            cos, sin = (x[0, :, : head_dim // 2].float().contiguous() for x in angles)
             # The original is kept as well: only among the living is an id one of a kind.
             self._tables[key] = angles[0], RopeTables(cos, sin)
         return self._tables[key][1]

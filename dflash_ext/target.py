@@ -28,6 +28,7 @@ from dflash_ext.shield import shield
 from dflash_ext.transfer import FeatureBatch, with_last_layer
 from dflash_ext.transformers_api import (
     cache_argument,
+    choose_experts,
     last_logits_only,
     layer_types,
     load_model,
@@ -149,6 +150,7 @@ class Target:
         """
         self.model = model.eval().requires_grad_(False)
         shield(model)
+        choose_experts(model)
         self.path = path or getattr(model.config, "_name_or_path", "")
         self._tokenizer = tokenizer
         text_config = model.config.get_text_config()

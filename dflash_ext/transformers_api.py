@@ -7,6 +7,7 @@ alone, each with a way to do without. What changed so far, as benchmarks/version
 - 5.24 calls a forward's cache `cache`, until then `past_key_values`.
 - 5.6 forgets a linear-attention layer's state when it reads several tokens at once;
   `reader.StateReader` finds out by trying and reads one by one then.
+- 5.6 multiplies experts grouped on a CPU whose torch (2.8) cannot: `choose_experts`.
 - Layers of a cache take a config (5.8) or keywords (5.17) where they took nothing.
 
 transformers is imported where it is used: it is heavy, and whoever only parses options needs none.
@@ -15,6 +16,7 @@ transformers is imported where it is used: it is heavy, and whoever only parses 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -155,6 +157,32 @@ def set_attention(config: Any, name: str) -> None:
 def has_attention_interface(model: Any) -> bool:
     """Do the model's layers leave attention to a function of that interface?"""
     return bool(getattr(model, "_supports_attention_backend", False))
+
+
+# --- experts
+
+
+def choose_experts(model: Any) -> None:
+    """Multiply a mixture's experts one after the other where the grouped product does not run.
+
+    In place, and only on a CPU: transformers itself asks what a GPU can do.
+    """
+    chosen = getattr(model.config.get_text_config(), "_experts_implementation", None)
+    if chosen == "grouped_mm" and model.device.type == "cpu" and not _grouped_product_runs():
+        model.set_experts_implementation("eager")
+
+
+@functools.cache
+def _grouped_product_runs() -> bool:
+    product = getattr(torch.nn.functional, "grouped_mm", getattr(torch, "_grouped_mm", None))
+    if product is None:  # transformers has its own then
+        return True
+    rows, groups = torch.ones(8, 8), torch.ones(1, 8, 8)
+    try:
+        product(rows, groups, offs=torch.tensor([8], dtype=torch.int32))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 # --- loading

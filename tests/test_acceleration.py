@@ -143,3 +143,15 @@ def test_nothing_of_tokens_by_tokens_is_made():
     with Largest() as largest:
         target.features(batch)
     assert largest.numel == 1000 * 4 * 64  # queries; a mask would be four times that
+
+
+def test_angles_in_any_order_of_memory_are_taken():
+    """transformers 5.6 hands out gpt-oss's transposed: our operator wants rows."""
+    angles = torch.randn(2, 5, 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        cos, sin = (x.to(dtype).T.contiguous().T[None] for x in angles)
+        assert cos.stride(-1) == 5
+        found = Packing(torch.tensor([0, 5])).tables((cos, sin), 64)
+        for table, truth in zip(found, (cos, sin)):
+            assert table.is_contiguous()
+            assert torch.equal(table, truth[0, :, :32].float())

@@ -25,6 +25,9 @@ ASKED_FOR = WORDS | {"batch_repeat_interleave", "batch_select_indices", "num_loc
 LIBRARIES = {"torch", "transformers", "tokenizers", "huggingface_hub"}
 
 
+REALLY_RUNS = api._grouped_product_runs()
+
+
 def dotted(node: ast.AST) -> str:
     return ast.unparse(node) if isinstance(node, (ast.Attribute, ast.Name)) else ""
 
@@ -172,6 +175,21 @@ def test_widths_and_experts():
         config = SimpleNamespace(**{name: 8}, **mixture)
         assert (api.head_dim(config), api.active_experts(config)) == (32, 0.25)
     assert api.active_experts(tiny_model("qwen3_moe").config) == 0.5
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_experts_are_multiplied_in_a_way_that_runs(monkeypatch, runs):
+    monkeypatch.setattr(api, "_grouped_product_runs", lambda: runs)
+    model, ids = tiny_model("qwen3_moe"), torch.arange(5)[None]
+    assert model.config._experts_implementation == ("grouped_mm" if runs else "eager")
+    expected = tiny_model("qwen3_moe", experts_implementation="eager")(ids).logits
+    if runs and not REALLY_RUNS:
+        return
+    torch.testing.assert_close(model(ids).logits, expected)
+    plain = tiny_model("llama")
+    before = plain.config.to_dict()
+    api.choose_experts(plain)
+    assert plain.config.to_dict() == before
 
 
 def test_a_model_is_described_without_its_place_and_its_release():

@@ -6,6 +6,8 @@ import pytest
 import torch
 import transformers as tf
 
+from dflash_ext.transformers_api import choose_experts
+
 VOCAB = 96
 COMMON = {
     "vocab_size": VOCAB,
@@ -75,6 +77,7 @@ def tiny_model(family: str = "llama", *, seed: int = 0, std: float = 0.2, **chan
             torch.nn.init.normal_(parameter, std=std)
         else:
             parameter.data += 0.1 * torch.randn_like(parameter)
+    choose_experts(model)  # or a bare one would not run under every release
     return model.eval()
 
 
