@@ -168,10 +168,9 @@ def can_fuse(layer: nn.Module, model_type: str) -> bool:
     """Is it a layer of a known family, made of the parts we know, and nobody else's already?"""
     if model_type not in FAMILIES or "forward" in vars(layer):
         return False
-    parts, attention = _children(layer), _children(layer.self_attn)  # type: ignore[arg-type]
-    return parts - _SANDWICH_NORMS == _NORMS | {"self_attn", "mlp"} and (
-        attention - _HEAD_NORMS == _ATTENTION_PARTS
-    )
+    if _children(layer) - _SANDWICH_NORMS != _NORMS | {"self_attn", "mlp"}:  # or not loaded
+        return False
+    return _children(layer.self_attn) - _HEAD_NORMS == _ATTENTION_PARTS  # type: ignore[arg-type]
 
 
 def fuse(layer: Any, window: int | None) -> None:

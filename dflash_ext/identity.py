@@ -8,14 +8,16 @@ later epoch. Which state an epoch uses is written down, so it is the same after 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from torch import nn
 
 from dflash_ext.checkpoint import read_progress
 from dflash_ext.config import TrainConfig
-from dflash_ext.data.store_files import replace_json
-from dflash_ext.data.synthesis import model_identity
+from dflash_ext.data.store_files import cache_key, replace_json
+from dflash_ext.data.synthesis import config_identity, weight_samples
 from dflash_ext.errors import UserError
 from dflash_ext.monitor import Monitor
 from dflash_ext.plan import Schedule
@@ -24,7 +26,7 @@ from dflash_ext.samples import Samples, as_begun, schedule_of
 from dflash_ext.target import Target
 
 IDENTITY_FILE = "identity.json"
-TRAINING, HELD_OUT = "training data", "held-out data"
+TRAINING, HELD_OUT, WEIGHTS = "training data", "held-out data", "target's weights"
 
 
 @dataclass(frozen=True)
@@ -35,24 +37,27 @@ class Identity:
     """What it is -> hash of its content, when the run began."""
     grown: tuple[tuple[int, str], ...] = ()
     """(first epoch, from 0; hash of the training data) of every later state, in order of time."""
+    weights: dict[str, str] = field(default_factory=dict)
+    """A part of the target (a layer, the embedding) -> hash of its weights. A rank knows those that
+    it loaded, rank 0 those of all ranks."""
 
     @classmethod
     def of(cls, target: Target, train_set: Samples, held_out: Samples) -> Identity:
         """What is there now."""
-        model = model_identity(target.model)
         return cls(
             {
-                "target's config": model["config"],
-                "target's dtype": model["dtype"],
-                "target's weights": model["weights"],
+                "target's config": config_identity(target.model.config),
+                "target's dtype": str(target.model.dtype),
                 TRAINING: train_set.store.identity,
                 HELD_OUT: held_out.store.identity,
-            }
+            },
+            weights=weight_identities(target.model),
         )
 
     @classmethod
     def from_json(cls, value: Any) -> Identity:
-        return cls(dict(value["began"]), tuple((int(e), str(i)) for e, i in value["grown"]))
+        grown = tuple((int(e), str(i)) for e, i in value["grown"])
+        return cls(dict(value["began"]), grown, dict(value["weights"]))
 
     @property
     def states(self) -> list[tuple[int, str]]:
@@ -76,7 +81,18 @@ class Identity:
                 same = self.began.get(name) == value
             if not same:
                 return name
-        return None
+        known = now.weights.items()
+        return None if all(self.weights.get(n, v) == v for n, v in known) else WEIGHTS
+
+
+def weight_identities(model: nn.Module) -> dict[str, str]:
+    """`Identity.weights` of what is loaded of a target."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, sample in weight_samples(model).items():
+        pieces = name.split(".")
+        layer = next((i for i, piece in enumerate(pieces) if piece.isdigit()), len(pieces))
+        parts.setdefault(".".join(pieces[: layer + 1]), {})[name] = sample
+    return {part: cache_key(samples) for part, samples in parts.items()}
 
 
 def settle(
@@ -96,9 +112,13 @@ def settle(
     """
     now = Identity.of(target, *data)
     if not ranks.first:
+        ranks.watch.publish(f"weights/{ranks.rank}", now.weights)
         told = ranks.watch.wait_for("identity", "waiting for rank 0's data")
         return planned(config, data, agreed(Identity.from_json(told), now, data, ranks.rank))
     assert folder is not None
+    for rank in range(1, ranks.topology.world_size):
+        told = ranks.watch.wait_for(f"weights/{rank}", f"waiting for rank {rank}'s target")
+        now = replace(now, weights=cast("dict[str, str]", told) | now.weights)
     if checkpoint is None:
         identity = now
         settled = planned(config, data, identity)
@@ -152,7 +172,7 @@ def kept_identity(folder: Path, now: Identity, data: tuple[Samples, Samples]) ->
             f"the {name} changed since the run in {folder} began: restore what it was, or "
             "start in another --run.dir (a store may grow under a run, a file of rows may not)"
         )
-    return identity
+    return replace(identity, weights=now.weights | identity.weights)
 
 
 def agreed(told: Identity, now: Identity, data: tuple[Samples, Samples], rank: int) -> Identity:

@@ -14,7 +14,8 @@ from dflash_ext.drafter import Drafter, DrafterConfig
 from dflash_ext.drafter_rules import FULL, SLIDING
 from dflash_ext.errors import UserError
 from dflash_ext.export import check_own_vocabulary, check_pairing, load_export, read_export
-from dflash_ext.target import Target, decoder_layers
+from dflash_ext.target import Target
+from dflash_ext.target_loading import decoder_layers
 from dflash_ext.transformers_api import rope_theta
 
 DEFAULT_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_WINDOW = 2, 8, 2048
@@ -87,6 +88,11 @@ def _layer_types(options: DrafterOptions) -> tuple[tuple[str, ...], int | None]:
             "or --drafter.layer-types sliding"
         )
     return kinds, None
+
+
+def drafter_layers(options: DrafterOptions) -> int:
+    """Layers of a drafter of these options, unless `init` names an export."""
+    return len(_layer_types(options)[0])
 
 
 def _rope_theta(text: Any) -> float:

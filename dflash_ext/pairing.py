@@ -9,7 +9,8 @@ from typing import Any
 
 from dflash_ext.layouts import TargetLabel
 from dflash_ext.mask_token import named_token_ids
-from dflash_ext.target import Target, load_tokenizer
+from dflash_ext.target import Target
+from dflash_ext.target_loading import load_tokenizer
 from dflash_ext.transformers_api import read_config
 
 USED_TOKENS = ("pad_token_id", "eos_token_id", "bos_token_id")

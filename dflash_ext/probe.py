@@ -17,7 +17,7 @@ from dflash_ext.data.registry import smollm2_dir
 from dflash_ext.errors import UserError
 from dflash_ext.memory import largest_batch
 from dflash_ext.ranks import Ranks
-from dflash_ext.startup import build_side, load_target
+from dflash_ext.startup import build_side, feature_dtype, load_target, needs_of
 from dflash_ext.topology import Topology, best_split
 from dflash_ext.watch import Watch
 
@@ -53,7 +53,8 @@ def time_sides(config: TrainConfig, device: torch.device) -> tuple[float, float]
 
     The drafter's are for all draws of the batch and its share of the optimizer steps.
     """
-    target = load_target(config, config.target.path or str(smollm2_dir()), device)
+    needs = needs_of(config, Topology(), 0, feature_dtype(config, device))
+    target = load_target(config, config.target.path or str(smollm2_dir()), device, needs)
     side = build_side(config, Ranks(device=device), target)
     trainer, optimizer, options = side.trainer, side.optimizer, config.batch
     data = config.data

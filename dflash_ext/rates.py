@@ -5,6 +5,7 @@ Shapes: T context rows, N blocks, B slots, R supervised rows, L layers, H hidden
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, fields
 
@@ -15,7 +16,8 @@ from dflash_ext.blocks import Blocks
 from dflash_ext.drafter import DrafterConfig
 from dflash_ext.loss import head_products
 from dflash_ext.pipeline import Waits
-from dflash_ext.target import Target, decoder_layers
+from dflash_ext.target import Target
+from dflash_ext.target_loading import decoder_layers, parameter_shapes
 from dflash_ext.topology import Topology
 from dflash_ext.trainer import Trainer
 from dflash_ext.transformers_api import active_experts, head_dim
@@ -35,11 +37,11 @@ class TargetCost:
         count = max(target.handed_taps) + 1
         layers = list(decoder_layers(target.model, target.num_layers))[:count]
         active = active_experts(text)
-        weights = sum(
-            p.numel() * (active if "expert" in name else 1.0)
+        weights = sum(  # of a layer that another rank loaded as well
+            math.prod(shape) * (active if "expert" in name else 1.0)
             for layer in layers
-            for name, p in layer.named_parameters()
-            if p.dim() > 1
+            for name, shape in parameter_shapes(layer).items()
+            if len(shape) > 1
         )
         return cls(2.0 * weights, 4.0 * text.num_attention_heads * head_dim(text) * count)
 

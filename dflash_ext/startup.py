@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import resource
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,7 @@ import torch
 from dflash_ext.checkpoint import Progress, read_progress
 from dflash_ext.config import TrainConfig
 from dflash_ext.errors import UserError
-from dflash_ext.initialise import build_drafter, export_taps
+from dflash_ext.initialise import build_drafter, drafter_layers, export_taps
 from dflash_ext.loss import needs_teacher, workspace_bytes
 from dflash_ext.memory import largest_batch, predict_peak
 from dflash_ext.monitor import Monitor
@@ -24,12 +24,12 @@ from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.parallel import Replicas, Shards
 from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks
-from dflash_ext.target import DTYPES, Target
-from dflash_ext.teacher import final_norm
-from dflash_ext.topology import Course
+from dflash_ext.target import Target
+from dflash_ext.target_loading import WHOLE, Needs, Runs, parameter_shapes
+from dflash_ext.teacher import check_teacher, final_norm
+from dflash_ext.topology import Course, Topology
 from dflash_ext.trainer import Trainer
 from dflash_ext.transfer import FeatureBatch
-from dflash_ext.transformers_api import read_config
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,39 @@ class Side:
     replicas: Replicas
 
 
-def load_target(config: TrainConfig, path: str, device: torch.device) -> Target:
-    """The target for features: bf16 on CUDA, fp32 on the CPU unless the options say otherwise."""
+def feature_dtype(config: TrainConfig, device: torch.device) -> str:
+    """Of the target for features: bf16 on CUDA, fp32 on the CPU unless the options say otherwise.
+
+    A name in `target.DTYPES`.
+    """
     automatic = "bf16" if device.type == "cuda" else "fp32"
-    dtype = automatic if config.target.dtype == "auto" else config.target.dtype
-    taps = config.target.tap_ids or export_taps(config.drafter)
-    target = _target(config, path, device, dtype, taps)
+    return automatic if config.target.dtype == "auto" else config.target.dtype
+
+
+def needs_of(config: TrainConfig, topology: Topology, rank: int, dtype: str) -> Needs:
+    """What a rank of a run does with the target that it loads for features, in `dtype`."""
+    captures, trains = topology.target_of(rank), topology.drafter_of(rank) is not None
+    if config.data.train is None:  # it writes the data, and every rank knows them by their author
+        return WHOLE
+    evaluates = topology.shared and dtype == "fp32" and config.eval.prompts_per_set > 0
+    if evaluates or (captures == 0 and config.eval.decode_every > 0):
+        return WHOLE
+    runs: Runs = "nothing"
+    if captures is not None:
+        runs = "layers" if needs_teacher(config.loss.kind) else "taps"
+    copied = drafter_layers(config.drafter) if trains and config.drafter.init == "target" else 0
+    return Needs(runs, head=trains, last_layers=copied)
+
+
+def load_target(
+    config: TrainConfig, path: str, device: torch.device, needs: Needs = WHOLE
+) -> Target:
+    """The target for features, in `feature_dtype`; needs: what of it this process loads."""
+    target = _target(config, path, device, feature_dtype(config, device), needs)
     if needs_teacher(config.loss.kind):
         target.hand_over_last_layer()
+        if needs.runs == "layers":
+            check_teacher(target)
     return target
 
 
@@ -59,35 +84,29 @@ def fp32_target(
 
     `target` itself if it is in fp32 already.
     """
-    if target is not None and target.dtype == torch.float32:
+    if target is not None and target.dtype == torch.float32 and target.whole:
         return target
-    taps = config.target.tap_ids or export_taps(config.drafter)
-    return _target(config, path, device, "fp32", taps)
+    return _target(config, path, device, "fp32", WHOLE)
+
+
+def export_target(config: TrainConfig, path: str, device: torch.device) -> Target:
+    """Of the target only what an export is proven against: embedding and head, in fp32."""
+    return _target(config, path, device, "fp32", Needs("nothing"))
 
 
 def _target(
-    config: TrainConfig, path: str, device: torch.device, dtype: str, taps: Sequence[int] | None
+    config: TrainConfig, path: str, device: torch.device, dtype: str, needs: Needs
 ) -> Target:
-    if config.target.random_weights:
-        return random_target(path, device, dtype, taps)
-    remote = config.target.trust_remote_code
-    return Target.load(path, device=device, dtype=dtype, tap_ids=taps, trust_remote_code=remote)
-
-
-def random_target(
-    path: str, device: torch.device, dtype: str, taps: Sequence[int] | None
-) -> Target:
-    """A target of the shape in `path`/config.json whose weights are drawn on the device.
-
-    The same on every rank with the same kind of device. It has no tokenizer.
-    """
-    from transformers import AutoModelForCausalLM
-
-    shape = read_config(path)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(shape, dtype=DTYPES[dtype])
-    return Target(model, None, tap_ids=taps, path=path)
+    taps = config.target.tap_ids or export_taps(config.drafter)
+    return Target.load(
+        path,
+        device=device,
+        dtype=dtype,
+        tap_ids=taps,
+        trust_remote_code=config.target.trust_remote_code,
+        needs=needs,
+        random_weights=config.target.random_weights,
+    )
 
 
 def build_side(config: TrainConfig, ranks: Ranks, target: Target) -> Side:
@@ -192,9 +211,10 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
     where = " of a drafter's rank" if buffers else ""
     monitor.say(f"predicted peak{where} {sum(parts.values()) / 2**20:.0f} MiB ({text})")
     if trainer.config.eval.prompts_per_set and target.dtype != torch.float32:
+        whole = sum(map(math.prod, parameter_shapes(target.model).values()))
         monitor.say(
-            f"evaluation, before and after: {weights * 4 / 2**20:.0f} MiB more for the target in "
-            "fp32"
+            f"evaluation, before and after: {whole * 4 / 2**20:.0f} MiB more for the whole target "
+            "in fp32"
         )
 
 
@@ -222,7 +242,7 @@ def rehearse(
         config.batch,
         max_length=max_length,
         block_size=4 if trainer is None else trainer.drafter.config.block_size,
-        vocab_size=trainer.head.shape[0] if trainer else cast(Target, target).vocab_size,
+        vocab_size=trainer.head.shape[0] if trainer else cast(Target, target).embedding_rows,
     )
     device = trainer.device if trainer else cast(Target, target).device
     on_gpu, rows = device.type == "cuda", 0

@@ -25,14 +25,21 @@ from dflash_ext.packing import Packing, packed, packed_inputs
 from dflash_ext.placement import to_device
 from dflash_ext.plan import plan_subbatches
 from dflash_ext.shield import shield
+from dflash_ext.target_loading import (
+    WHOLE,
+    Absent,
+    Needs,
+    decoder_layers,
+    draw_weights,
+    load_tokenizer,
+    load_weights,
+)
 from dflash_ext.transfer import FeatureBatch, with_last_layer
 from dflash_ext.transformers_api import (
     cache_argument,
     choose_experts,
     last_logits_only,
     layer_types,
-    load_model,
-    read_tokenizer,
     sliding_window,
 )
 
@@ -76,7 +83,8 @@ class _Capture:
             if self.rows is None:
                 into.copy_(states)
             else:
-                into.index_copy_(0, self.rows[1], states[self.rows[0]])
+                source = self.rows[0].to(states.device)  # of a split target, not always out's
+                into.index_copy_(0, self.rows[1], states[source].to(into.device))
 
 
 def default_tap_ids(num_layers: int, K: int = 5) -> tuple[int, ...]:
@@ -100,34 +108,9 @@ def check_tap_ids(tap_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     return ids
 
 
-def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The text decoder's layer list.
-
-    It is the ModuleList of `num_layers` entries whose parent also holds the input embedding:
-    that rule finds the text model inside multimodal wrappers, whose vision tower may be as deep.
-    """
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
-    found: list[tuple[int, nn.ModuleList]] = []
-    for name, parent in model.named_modules():
-        if any(m is embedding for m in parent.modules()):
-            depth = name.count(".") + bool(name)
-            lists = [c for c in parent.children() if isinstance(c, nn.ModuleList)]
-            found += [(depth, c) for c in lists if len(c) == num_layers]
-    if not found:
-        raise UserError(
-            f"{type(model).__name__}: no list of {num_layers} decoder layers beside the input "
-            "embedding; expected a decoder-only causal LM"
-        )
-    return max(found, key=lambda pair: pair[0])[1]
-
-
-def load_tokenizer(name: str, trust_remote_code: bool) -> Any:
-    """The tokenizer beside a model, or None if there is none."""
-    try:
-        return read_tokenizer(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a broken file raises whatever its reader trips over
-        log.warning("target %s: its tokenizer cannot be loaded: %s", name, error)
-        return None
+def chosen_taps(tap_ids: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """The taps given, or the default ones. UserError as `check_tap_ids`."""
+    return default_tap_ids(num_layers) if tap_ids is None else check_tap_ids(tap_ids, num_layers)
 
 
 class Target:
@@ -156,11 +139,7 @@ class Target:
         text_config = model.config.get_text_config()
         self.num_layers: int = text_config.num_hidden_layers
         self.hidden_size: int = text_config.hidden_size
-        self.tap_ids = (
-            default_tap_ids(self.num_layers)
-            if tap_ids is None
-            else check_tap_ids(tap_ids, self.num_layers)
-        )
+        self.tap_ids = chosen_taps(tap_ids, self.num_layers)
         embedding = model.get_input_embeddings().weight
         self.device: torch.device = embedding.device
         self.dtype: torch.dtype = embedding.dtype
@@ -178,12 +157,22 @@ class Target:
         """Taps of a feature batch."""
         for tap in self.tap_ids:
             self._layers[tap].register_forward_hook(self._hook(tap))
-        name = repr(self.path or type(model).__name__)
+        name, tapped = (
+            repr(self.path or type(model).__name__),
+            self._layers[: max(self.tap_ids) + 1],
+        )
         self.acceleration = (
             accelerate(name, model, self._layers, text_config, self._states)
-            if accelerated
+            if accelerated and not any(isinstance(layer, Absent) for layer in tapped)
             else None
         )
+
+    def keep(self, needs: Needs) -> None:
+        """Let go of the decoder layers that these needs do not include."""
+        kept = needs.layers(self.num_layers, self.tap_ids)
+        for i, layer in enumerate(self._layers):
+            if i not in kept and not isinstance(layer, Absent):
+                self._layers[i] = Absent(f"decoder layer {i}", layer)
 
     def hand_over_last_layer(self) -> None:
         """Give every feature batch one tap more, at its end: the last layer's output.
@@ -199,30 +188,47 @@ class Target:
         cls,
         path_or_id: str | Path,
         *,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | list[torch.device] = "cpu",
         dtype: str | torch.dtype = torch.float32,
         tap_ids: Sequence[int] | None = None,
         trust_remote_code: bool = False,
+        needs: Needs = WHOLE,
+        random_weights: bool = False,
     ) -> Target:
         """Load a local directory or hub id. dtype: bf16 or fp32; tap_ids None: `default_tap_ids`.
 
-        UserError if it cannot be loaded, would need to run its own code, is fp16, or `device` is
-        no GPU of this machine.
+        device: or several, over which the decoder layers are spread evenly; what the target takes
+        and gives is on the first one. needs: what of it is loaded at all. random_weights: only the
+        config is read; each weight is drawn by its name, the same whatever else is loaded, and
+        there is no tokenizer.
+        UserError if it cannot be loaded, lacks a weight, would need to run its own code, is fp16,
+        or `device` is no GPU of this machine.
         """
         resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if resolved is None or resolved not in DTYPES.values():
             raise UserError(f"target dtype {dtype} is not supported: use one of {list(DTYPES)}")
-        device, gpus = torch.device(device), torch.cuda.device_count()
-        if device.type == "cuda" and (device.index or 0) >= gpus:
-            raise UserError(f"device '{device}' is not available: torch sees {gpus} GPUs")
+        places = [torch.device(d) for d in (device if isinstance(device, list) else [device])]
+        gpus = torch.cuda.device_count()
+        for place in places:
+            if place.type == "cuda" and (place.index or 0) >= gpus:
+                raise UserError(f"device '{place}' is not available: torch sees {gpus} GPUs")
         name = str(path_or_id)
-        model = load_model(name, resolved, trust_remote_code=trust_remote_code)
-        return cls(
-            model.to(device),
-            load_tokenizer(name, trust_remote_code),
-            tap_ids=tap_ids,
-            path=name,
+        load = draw_weights if random_weights else load_weights
+        model = load(
+            name,
+            resolved,
+            places,
+            needs=needs,
+            taps=lambda layers: chosen_taps(tap_ids, layers),
+            trust_remote_code=trust_remote_code,
         )
+        tokenizer = None if random_weights else load_tokenizer(name, trust_remote_code)
+        return cls(model, tokenizer, tap_ids=tap_ids, path=name)
+
+    @property
+    def whole(self) -> bool:
+        """Is all of it loaded, so that it can decode?"""
+        return not any(isinstance(module, Absent) for module in self.model.modules())
 
     @property
     def tokenizer(self) -> Any:
@@ -232,6 +238,11 @@ class Target:
                 f"target {self.path!r} has no tokenizer: expected its files beside the weights"
             )
         return self._tokenizer
+
+    @property
+    def embedding_rows(self) -> int:
+        """Tokens the target can read."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def vocab_size(self) -> int:
@@ -247,14 +258,17 @@ class Target:
 
     def mask_token_id(self, explicit: int | None = None) -> int:
         """`resolve_mask_token_id` for this target."""
-        rows = self.vocabulary().embedding.shape[0]
-        return resolve_mask_token_id(explicit, self._tokenizer, self.model.config, rows)
+        return resolve_mask_token_id(
+            explicit, self._tokenizer, self.model.config, self.embedding_rows
+        )
 
     @torch.no_grad()
     def vocabulary(self) -> Vocabulary:
         """Frozen embedding and head; views of the model's weights unless its embedding scales."""
         if self._vocabulary is None:
             module, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+            if isinstance(head, Absent):
+                head.refuse()
             if head is None or getattr(head, "bias", None) is not None:
                 raise UserError(
                     f"target {type(self.model).__name__}: expected an lm_head without bias"
@@ -271,7 +285,7 @@ class Target:
 
     def _hook(self, tap: int) -> Callable[..., None]:
         # Not `self`: the model would hold what holds it, and stay on its device when let go.
-        local, width = self._local, self.hidden_size
+        local, width, device = self._local, self.hidden_size, self.device
 
         def take(_module: nn.Module, _args: Any, output: Any) -> None:
             capture: _Capture | None = getattr(local, "capture", None)

@@ -44,8 +44,11 @@ from dflash_ext.sender import Sender, serve
 from dflash_ext.startup import (
     Side,
     build_side,
+    export_target,
+    feature_dtype,
     fp32_target,
     load_target,
+    needs_of,
     rehearse,
     release,
     report_memory,
@@ -114,8 +117,10 @@ def _train(
         with ranks.first_goes_first("files", "preparing data"):
             given = prepare_files(config, path, monitor)
     watch.doing("loading the target", patience=4)
-    target = load_target(config, path, ranks.device)
+    needs = needs_of(config, ranks.topology, ranks.rank, feature_dtype(config, ranks.device))
+    target = load_target(config, path, ranks.device, needs)
     side = None if ranks.drafter is None else build_side(config, ranks, target)
+    target.keep(dataclasses.replace(needs, last_layers=0))  # those that the drafter began as
     sets: dict[str, list[list[int]]] = {}
     if folder is not None and side is not None:
         write_resolved(folder / "resolved.json", side.trainer, path, monitor)
@@ -197,7 +202,10 @@ def _train(
         return 0
 
     watch.doing("evaluating after training", patience=FOREVER)
-    exact = kept or fp32_target(config, path, ranks.device, None)
+    if judge.comparison is None:
+        exact = kept or export_target(config, path, ranks.device)
+    else:
+        exact = kept or fp32_target(config, path, ranks.device, None)
     judge.export(exact, trained, progress.position)
     if judge.comparison is not None:
         exact = fp32_target(config, path, ranks.device, exact)

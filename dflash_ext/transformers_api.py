@@ -20,6 +20,8 @@ import functools
 import importlib
 import inspect
 import io
+import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ from dflash_ext.errors import UserError
 # Bases of their modules whose `__call__` adds nothing to torch's in inference.
 PLAIN_CALLS = ("transformers.modeling_layers.GradientCheckpointingLayer",)
 # What a config says of the release that wrote it and of where it lies, not of the model.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 
 
@@ -203,20 +206,51 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
         raise UserError(f"target {path!r} has no readable config.json: {reason}") from error
 
 
-def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """The causal LM of a directory or hub id, on the CPU. UserError if it cannot be loaded."""
-    from transformers import AutoModelForCausalLM
+@contextlib.contextmanager
+def loading(path: str) -> Iterator[None]:
+    """While a target loads: no bars, no table of what was not loaded, and one line for errors.
 
+    Whoever loads says what of the table matters. UserError for whatever its files can cause.
+    """
+    logger, reports = logging.getLogger("transformers.modeling_utils"), list[str]()
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.funcName != "log_state_dict_report":
+            return True
+        reports.append(_COLOUR.sub("", record.getMessage()))
+        return False
+
+    logger.addFilter(keep)
     try:
         with quiet():
-            return AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, trust_remote_code=trust_remote_code
-            )
-    # Also a missing quantisation package, a truncated file, weights of another shape.
+            yield
+    except UserError:
+        raise
+    # Also a missing quantisation package, a truncated file, weights that do not convert.
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = " ".join([_one_line(error), *reports][:2])
         raise UserError(
-            f"target {path!r} cannot be loaded as a causal LM: {_one_line(error)}"
+            f"target {path!r} cannot be loaded as a causal LM: {' '.join(reason.split())[:1000]}"
         ) from error
+    finally:
+        logger.removeFilter(keep)
+
+
+def load_pretrained(path: str, **keywords: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained`, with errors as of `loading`."""
+    from transformers import AutoModelForCausalLM
+
+    with loading(path):
+        return AutoModelForCausalLM.from_pretrained(path, **keywords)
+
+
+def empty_model(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The causal LM that a directory's or hub id's config describes, without weights."""
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(path, trust_remote_code=trust_remote_code)
+    with loading(path), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def read_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:

@@ -168,12 +168,16 @@ def test_other_ranks_do_what_rank_0_says(run):
         assert np.array_equal(mine.indices, theirs.indices)
         assert mine.store.identity == theirs.store.identity
     assert [first[2].batch(s) for s in range(40)] == [other[2].batch(s) for s in range(40)]
+    layers = [name for name in told["weights"] if name.startswith("model.layers.")]
+    assert sorted(layers) == [f"model.layers.{i}" for i in range(4)]
     for name in ("training data", "held-out data", "target's weights"):
-        changed = {"began": told["began"] | {name: "other"}, "grown": []}
+        changed = told | {"began": told["began"] | {name: "other"}, "grown": []}
+        if name == "target's weights":
+            changed = told | {"weights": told["weights"] | {layers[1]: "other"}}
         with pytest.raises(UserError, match=f"the {name} on rank 2 differs from rank 0's"):
             run.settle(told=changed)
     with pytest.raises(UserError, match="the training data on rank 2 differs"):
-        run.settle(told={"began": told["began"], "grown": [[1, "not here"]]})
+        run.settle(told=told | {"grown": [[1, "not here"]]})
 
 
 def test_data_of_validation_stay_as_they_were(run, tmp_path):

@@ -19,7 +19,9 @@ from dflash_ext.monitor import Monitor
 from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks
 from dflash_ext.samples import prepare_files
-from dflash_ext.startup import random_target, whereabouts
+from dflash_ext.startup import whereabouts
+from dflash_ext.target import Target
+from dflash_ext.target_loading import WHOLE, Needs
 from dflash_ext.topology import Course, Topology
 
 LENGTHS = np.full(50, 10)
@@ -58,12 +60,22 @@ def test_a_run_goes_on_with_other_numbers(tmp_path):
 
 def test_a_random_target_is_the_same_everywhere(tmp_path):
     tiny_model("qwen3").config.save_pretrained(tmp_path)
-    one, two = (random_target(str(tmp_path), torch.device("cpu"), "bf16", (0, 2)) for _ in "ab")
+    one, two, other = (
+        Target.load(tmp_path, dtype="bf16", tap_ids=(0, 2), random_weights=True, needs=needs)
+        for needs in (WHOLE, WHOLE, Needs("nothing", last_layers=1))
+    )
     assert one.dtype == torch.bfloat16
-    for a, b in zip(one.model.parameters(), two.model.parameters()):
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
         assert torch.equal(a, b)
+    own, all_of_it = dict(other.model.named_parameters()), dict(one.model.named_parameters())
+    assert 0 < len(own) < len(all_of_it)
+    for name, weight in own.items():
+        assert torch.equal(weight, all_of_it[name])
+    spread = one.model.model.layers[1].mlp.up_proj.weight.float().std()
+    assert 0.01 < spread < 0.04  # initializer_range is 0.02
+    assert (one.model.model.norm.weight == 1).all()
     with pytest.raises(UserError, match=r"has no readable config\.json"):
-        random_target(str(tmp_path / "nowhere"), torch.device("cpu"), "fp32", None)
+        Target.load(tmp_path / "nowhere", random_weights=True)
 
 
 def test_a_finished_store_is_data(tmp_path):

@@ -254,17 +254,26 @@ def _sample(frame: Frame, user: list[int], answer: list[int]) -> tuple[list[int]
     return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
-def model_identity(model: Any) -> dict[str, Any]:
-    """A model in a cache key: config, dtype, kind of device, a few values of every weight."""
-    config = model_description(model.config)
-    weights = {}
+def config_identity(config: Any) -> str:
+    """Hash of what a config says of its model."""
+    return cache_key(json.loads(json.dumps(model_description(config), default=str)))
+
+
+def weight_samples(model: Any) -> dict[str, list[Any]]:
+    """Name of every weight -> its shape and a few of its values."""
+    found = {}
     for name, weight in model.named_parameters():
         step = max(1, weight.numel() // 16)
         values = weight.detach().reshape(-1)[::step].double().cpu().tolist()
-        weights[name] = [list(weight.shape), values]
+        found[name] = [list(weight.shape), values]
+    return found
+
+
+def model_identity(model: Any) -> dict[str, Any]:
+    """A model in a cache key: config, dtype, kind of device, a few values of every weight."""
     return {
-        "config": cache_key(json.loads(json.dumps(config, default=str))),
-        "weights": cache_key(weights),
+        "config": config_identity(model.config),
+        "weights": cache_key(weight_samples(model)),
         "dtype": str(model.dtype),
         "device": model.device.type,
     }
