@@ -228,7 +228,8 @@ def needed_files(path: str, shape: Shape, absent: Sequence[str]) -> Iterator[str
                 )
             if file.name != INDEX:
                 (Path(scratch) / file.name).symlink_to(file.resolve())
-        (Path(scratch) / INDEX).write_text(json.dumps({**index, "weight_map": places}))
+        said = {"metadata": {}, **index, "weight_map": places}  # transformers wants the former
+        (Path(scratch) / INDEX).write_text(json.dumps(said))
         yield scratch
 
 

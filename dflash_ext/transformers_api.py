@@ -227,7 +227,7 @@ def loading(path: str) -> Iterator[None]:
     except UserError:
         raise
     # Also a missing quantisation package, a truncated file, weights that do not convert.
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except (OSError, LookupError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         reason = " ".join([_one_line(error), *reports][:2])
         raise UserError(
             f"target {path!r} cannot be loaded as a causal LM: {' '.join(reason.split())[:1000]}"
