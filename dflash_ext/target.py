@@ -157,10 +157,8 @@ class Target:
         """Taps of a feature batch."""
         for tap in self.tap_ids:
             self._layers[tap].register_forward_hook(self._hook(tap))
-        name, tapped = (
-            repr(self.path or type(model).__name__),
-            self._layers[: max(self.tap_ids) + 1],
-        )
+        name = repr(self.path or type(model).__name__)
+        tapped = self._layers[: max(self.tap_ids) + 1]
         self.acceleration = (
             accelerate(name, model, self._layers, text_config, self._states)
             if accelerated and not any(isinstance(layer, Absent) for layer in tapped)
@@ -285,7 +283,7 @@ class Target:
 
     def _hook(self, tap: int) -> Callable[..., None]:
         # Not `self`: the model would hold what holds it, and stay on its device when let go.
-        local, width, device = self._local, self.hidden_size, self.device
+        local, width = self._local, self.hidden_size
 
         def take(_module: nn.Module, _args: Any, output: Any) -> None:
             capture: _Capture | None = getattr(local, "capture", None)

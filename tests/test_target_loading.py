@@ -18,7 +18,7 @@ from dflash_ext.data.synthesis import synthesize
 from dflash_ext.errors import UserError
 from dflash_ext.generate import plain_decode
 from dflash_ext.rates import TargetCost
-from dflash_ext.startup import load_target, needs_of
+from dflash_ext.startup import load_target, needs_of, release
 from dflash_ext.target import Target
 from dflash_ext.target_loading import WHOLE, Absent, Needs, Shape, parameter_shapes
 from dflash_ext.teacher import check_teacher, final_norm
@@ -367,6 +367,7 @@ def test_a_load_takes_the_memory_of_what_is_needed(large, dtype):
         expected = needed * (1 if dtype == "fp32" else 1.5)
         assert 0.5 * needed - 8 * MIB < peak < expected + max(sizes.values()) + 8 * MIB
         del target
+        release(torch.device("cpu"))
 
 
 def test_layers_are_spread_evenly_over_the_devices(tmp_path):
