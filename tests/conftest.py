@@ -1,4 +1,4 @@
-"""GPU tests are skipped, with the reason, where there is no GPU."""
+"""What all tests share: threads, the server that ranks are forked from, processes, skipped GPUs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from hypothesis import HealthCheck, settings
 
 from dflash_ext import launch
 
-# One server forks the workers of all tests: warm with what ranks import, or each would import it.
+# One server forks the processes of all tests: warm with what ranks import, or each would import it.
 multiprocessing.set_forkserver_preload(launch.PRELOAD)
-forkserver.ensure_running()
 
 
 # The same examples in every run, however slow it is: no run of the tests fails by chance.
@@ -37,6 +36,18 @@ def _no_waiting_for_disks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes for the whole suite on a CPU. Tests on a GPU measure its memory and its time;
+    and for a few tests a second process costs more than it saves."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    return 0 if torch.cuda.is_available() or not whole else min(2, len(os.sched_getaffinity(0)))
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    if not session.config.getoption("numprocesses", None):  # it will run tests itself
+        forkserver.ensure_running()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

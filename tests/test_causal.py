@@ -41,7 +41,7 @@ def check(lengths, *, window=None, scale=None, sunk=False, **shape) -> None:
     assert error <= 2 * allowed + 1e-6 * truth.norm()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
     window=st.none() | st.integers(1, 100),
