@@ -36,7 +36,7 @@ CASES = (
     Case("documents", (20, 7, 50), (3, 12, 20, 24, 30, 60, 76), G=3, Hkv=2),
     Case("tiny_documents", (1, 2, 3, 1, 5), (0, 1, 3, 8), B=4, G=1),
     Case("block16_gqa5", (90,), (2, 50, 88), B=16, G=5),
-    Case("block32_gqa16", (65,), (31, 64), B=32, G=16),
+    Case("block32_gqa16", (33,), (15, 32), B=32, G=16),
     Case("block8_no_gqa", (64, 64), (7, 63, 64, 100, 127), B=8, G=1, Hkv=3),
     Case("window", (100, 40), (5, 33, 64, 99, 103, 139), window=24),
     Case("window_causal", (100,), (5, 33, 64, 99), B=8, window=24, causal=True),

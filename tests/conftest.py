@@ -31,6 +31,12 @@ settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _warm_server():
+    """It starts while pytest captures, so that what ranks say is captured too."""
+    forkserver.ensure_running()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _no_waiting_for_disks():
     """No test cuts the power: what a killed process wrote is there without it."""
     with pytest.MonkeyPatch.context() as patch:
@@ -43,11 +49,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     and for a few tests a second process costs more than it saves."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return 0 if torch.cuda.is_available() or not whole else min(2, len(os.sched_getaffinity(0)))
-
-
-def pytest_collection(session: pytest.Session) -> None:
-    if not session.config.getoption("numprocesses", None):  # it will run tests itself
-        forkserver.ensure_running()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -207,7 +207,8 @@ def test_launch_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "autograd forward + backward",
     ]
     assert min(times.values()) > 0
-    assert times["autograd forward + backward"] > times["autograd forward"]
+    runs, _ = launch.launch_runs("cpu")
+    assert len(runs["autograd forward + backward"]()) == 5  # gradients
     assert "| build_layout |" in capsys.readouterr().out
     assert "| build_layout |" in tables.docs(tmp_path)
     with pytest.raises(UserError, match="expected at least 1"):
