@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,17 +43,24 @@ def test_a_written_store_is_a_real_one(tmp_path):
 
 
 def test_footprint_counts_the_children():
-    code = "x = bytearray(200 << 20); import time; print(flush=True); time.sleep(600)"
-    before = resident_bytes(os.getpid())
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    large = "x = bytearray(200 << 20); import time; print(flush=True); time.sleep(600)"
+    # A parent that has this child alone: whom else this process has grows and shrinks meanwhile.
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, large], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
     try:
-        assert child.stdout is not None
-        child.stdout.readline()
-        assert child.pid in descendants(os.getpid())
-        assert 190 << 20 < resident_bytes(os.getpid()) - before < 300 << 20
+        assert {parent.pid, child} <= set(descendants(os.getpid()))
+        assert 200 << 20 < resident_bytes(parent.pid) < 300 << 20
     finally:
-        child.kill()
-        child.communicate()
+        os.kill(child, signal.SIGKILL)
+        parent.communicate()
 
 
 def test_the_whole_benchmark(tmp_path, monkeypatch, capsys):
