@@ -46,6 +46,12 @@ class TargetOptions:
     """Let the target's repository run its own code on this machine."""
     random_weights: bool = False
     """Read the shape only and draw the weights, on the device: for benchmarks and rehearsals."""
+    devices: int = 1
+    """GPUs of one target, neighbours, its decoder layers in order and evenly over them: for one
+    that does not fit on one. Not where the target decodes."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, devices=1)
 
 
 @dataclass(frozen=True)
@@ -304,6 +310,8 @@ class TrainConfig:
                 "or leave --shard out"
             )
         data, batch = self.data, self.batch
+        if self.target.devices > 1:
+            self._check_split_target()
         if batch.anchors_per_sequence > batch.anchor_budget:
             raise UserError(
                 f"anchors_per_sequence {batch.anchors_per_sequence} exceeds anchor_budget "
@@ -329,6 +337,18 @@ class TrainConfig:
                 f"{names} {longest} exceeds token_budget {batch.token_budget}: a conversation must "
                 "fit a batch; lower it or raise that"
             )
+
+    def _check_split_target(self) -> None:
+        said = f"target.devices {self.target.devices}: a target over several GPUs"
+        if self.data.train is None:
+            raise UserError(f"{said} cannot write its own data: give --data.train")
+        if self.eval.prompts_per_set:
+            raise UserError(
+                f"{said} cannot decode: add --eval.prompts-per-set 0, and evaluate the export by "
+                "`python -m dflash_ext.evaluate`"
+            )
+        if self.topology.targets == "auto":
+            raise UserError(f"{said} cannot be timed by --targets auto: give both numbers")
 
 
 def cpu_recipe() -> TrainConfig:

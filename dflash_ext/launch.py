@@ -30,6 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dflash_ext.config import TrainConfig
 from dflash_ext.errors import UserError
+from dflash_ext.ranks import check_split
 from dflash_ext.topology import Topology
 from dflash_ext.watch import (
     INTERRUPTED,
@@ -63,7 +64,9 @@ def world_size(config: TrainConfig) -> int:
             )
         return size
     if options.targets is None or options.drafters is None:
+        check_split(config, config.target.devices)
         return 1
+    check_split(config, options.drafters + options.targets * config.target.devices)
     return Topology(options.targets, options.drafters, shared=False).world_size
 
 

@@ -54,7 +54,7 @@ def time_sides(config: TrainConfig, device: torch.device) -> tuple[float, float]
     The drafter's are for all draws of the batch and its share of the optimizer steps.
     """
     needs = needs_of(config, Topology(), 0, feature_dtype(config, device))
-    target = load_target(config, config.target.path or str(smollm2_dir()), device, needs)
+    target = load_target(config, config.target.path or str(smollm2_dir()), [device], needs)
     side = build_side(config, Ranks(device=device), target)
     trainer, optimizer, options = side.trainer, side.optimizer, config.batch
     data = config.data

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dflash_ext.config import TrainConfig
 from dflash_ext.errors import UserError
 from dflash_ext.run import resolve_device
-from dflash_ext.topology import Topology
+from dflash_ext.topology import Topology, devices_of
 from dflash_ext.watch import NoWatch, Watch
 
 # While it moves a feature batch an NCCL kernel keeps multiprocessors from the other side's kernels,
@@ -136,13 +136,44 @@ def started_as_rank() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
-def device_of(name: str, local_rank: int) -> torch.device:
-    """The device of a local rank; ranks share devices round robin where they outnumber them."""
-    device = resolve_device(name)
-    if device.type == "cuda":
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    return device
+def device_of(config: TrainConfig, rank: int, local: int, ranks_here: int) -> tuple[Any, bool]:
+    """(first device of a rank, does every rank of its machine have its own).
+
+    local: its number among the ranks_here of its machine. Ranks share devices round robin where
+    they outnumber them. UserError if a target of several would have to.
+    """
+    device = resolve_device(config.device)
+    drafters, per_target = config.topology.drafters or ranks_here, config.target.devices
+    own, wanted = devices_of(
+        rank, local, ranks_here=ranks_here, drafters=drafters, per_target=per_target
+    )
+    check_split(config, wanted)
+    if device.type != "cuda":
+        return device, False
+    device = torch.device("cuda", own[0] % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device, wanted <= torch.cuda.device_count()
+
+
+def check_split(config: TrainConfig, wanted: int) -> None:
+    """UserError if a machine, whose ranks want so many, is too small for a target of several."""
+    per_target = config.target.devices
+    if per_target == 1:
+        return
+    gpus = torch.cuda.device_count() if resolve_device(config.device).type == "cuda" else 0
+    if wanted > gpus:
+        raise UserError(
+            f"target.devices {per_target}: the ranks of this machine need {wanted} GPUs of their "
+            f"own, there are {gpus}: lower --targets, --drafters or --target.devices"
+        )
+
+
+def target_devices(config: TrainConfig, ranks: Ranks) -> list[torch.device]:
+    """The devices of this rank's target: the rank's own, and those after it."""
+    if ranks.target is None or config.target.devices == 1:
+        return [ranks.device]
+    first = ranks.device.index or 0
+    return [torch.device("cuda", first + i) for i in range(config.target.devices)]
 
 
 def store_address() -> str:
@@ -153,15 +184,12 @@ def store_address() -> str:
 def join_world(config: TrainConfig) -> tuple[int, torch.device, bool]:
     """Enter the default process group; (rank, device, may data go over NCCL)."""
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    device = device_of(config.device, local)
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    device, own = device_of(config, rank, local, here)
     # What may take longer is waited for through the store (Watch.wait_for), never in a collective.
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * config.topology.stall_seconds))
-    own = device.type == "cuda" and (
-        int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
-        and dist.is_nccl_available()
-    )
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, own)
+    dist.all_gather_object(answers, own and dist.is_nccl_available())
     return rank, device, all(answers)
 
 

@@ -133,7 +133,11 @@ class Tally:
 
 
 def rates(
-    tally: Tally, seconds: float, topology: Topology, peak_tflops: float | None
+    tally: Tally,
+    seconds: float,
+    topology: Topology,
+    peak_tflops: float | None,
+    target_devices: int = 1,
 ) -> dict[str, float | str]:
     """What is logged of a step: rates, shares of waiting, the side that limits, MFU.
 
@@ -160,6 +164,7 @@ def rates(
         }
         found["limit"] = max(waiting, key=lambda side: float(waiting[side]))
     if peak_tflops:
-        found["mfu_target"] = tally.target_tera / (seconds * topology.targets * peak_tflops)
+        devices = topology.targets * target_devices
+        found["mfu_target"] = tally.target_tera / (seconds * devices * peak_tflops)
         found["mfu_drafter"] = tally.drafter_tera / (seconds * topology.drafters * peak_tflops)
     return found

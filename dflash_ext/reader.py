@@ -83,6 +83,11 @@ def require_trees(target: Target) -> None:
 
 def open_reader(target: Target, rows: int, capacity: int) -> Reader:
     """The reader that fits a target. capacity: columns, a longest sequence and a largest tree."""
+    if len(target.devices) > 1:
+        raise UserError(
+            f"target {target.path!r} is spread over {len(target.devices)} devices, where it gives "
+            "features only: load it on one to decode with it"
+        )
     if takes_trees(target):
         return AttentionReader(target, rows, capacity)
     return StateReader(target, rows)

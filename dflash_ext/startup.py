@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import resource
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -66,10 +67,10 @@ def needs_of(config: TrainConfig, topology: Topology, rank: int, dtype: str) -> 
 
 
 def load_target(
-    config: TrainConfig, path: str, device: torch.device, needs: Needs = WHOLE
+    config: TrainConfig, path: str, devices: list[torch.device], needs: Needs = WHOLE
 ) -> Target:
     """The target for features, in `feature_dtype`; needs: what of it this process loads."""
-    target = _target(config, path, device, feature_dtype(config, device), needs)
+    target = _target(config, path, devices, feature_dtype(config, devices[0]), needs)
     if needs_teacher(config.loss.kind):
         target.hand_over_last_layer()
         if needs.runs == "layers":
@@ -78,29 +79,28 @@ def load_target(
 
 
 def fp32_target(
-    config: TrainConfig, path: str, device: torch.device, target: Target | None
+    config: TrainConfig,
+    path: str,
+    device: torch.device,
+    target: Target | None,
+    needs: Needs = WHOLE,
 ) -> Target:
     """The target in fp32, in which all ways of decoding give the same tokens.
 
-    `target` itself if it is in fp32 already.
+    `target` itself if it is whole and in fp32 already; needs: what is loaded otherwise.
     """
     if target is not None and target.dtype == torch.float32 and target.whole:
         return target
-    return _target(config, path, device, "fp32", WHOLE)
-
-
-def export_target(config: TrainConfig, path: str, device: torch.device) -> Target:
-    """Of the target only what an export is proven against: embedding and head, in fp32."""
-    return _target(config, path, device, "fp32", Needs("nothing"))
+    return _target(config, path, [device], "fp32", needs)
 
 
 def _target(
-    config: TrainConfig, path: str, device: torch.device, dtype: str, needs: Needs
+    config: TrainConfig, path: str, devices: list[torch.device], dtype: str, needs: Needs
 ) -> Target:
     taps = config.target.tap_ids or export_taps(config.drafter)
     return Target.load(
         path,
-        device=device,
+        device=devices,
         dtype=dtype,
         tap_ids=taps,
         trust_remote_code=config.target.trust_remote_code,
@@ -186,7 +186,10 @@ def write_resolved(file: Path, trainer: Trainer, path: str, monitor: Monitor) ->
 def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monitor) -> None:
     """Say the predicted peak of a step. buffers: a drafter's for feature batches, 0 if shared."""
     config, batch = trainer.drafter.config, trainer.config.batch
-    weights = sum(p.numel() for p in target.model.parameters())
+    places = Counter[torch.device]()
+    for p in target.model.parameters():
+        places[p.device] += p.numel()
+    weights = places[target.device]
     parts = predict_peak(
         config,
         batch,
@@ -207,6 +210,9 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
         parts["target weights"] = trainer.embedding.nbytes + trainer.head.nbytes
         one = batch.token_budget * trainer.handed_width * trainer.embedding.element_size()
         parts["feature buffers"] = buffers * one
+    if len(places) > 1:
+        each = (f"{d} {n * target.dtype.itemsize / 2**20:.0f} MiB" for d, n in places.items())
+        monitor.say(f"the target's weights: {', '.join(each)}")
     text = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in parts.items())
     where = " of a drafter's rank" if buffers else ""
     monitor.say(f"predicted peak{where} {sum(parts.values()) / 2**20:.0f} MiB ({text})")

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +24,7 @@ from dflash_ext.packing import Packing, packed, packed_inputs
 from dflash_ext.placement import to_device
 from dflash_ext.plan import plan_subbatches
 from dflash_ext.shield import shield
+from dflash_ext.taps import chosen_taps
 from dflash_ext.target_loading import (
     WHOLE,
     Absent,
@@ -87,32 +87,6 @@ class _Capture:
                 into.index_copy_(0, self.rows[1], states[source].to(into.device))
 
 
-def default_tap_ids(num_layers: int, K: int = 5) -> tuple[int, ...]:
-    """K layers evenly spread from 1 to n-3, rounded; a model too small for that uses all it has."""
-    if num_layers < 1 or K < 1:
-        raise UserError(f"{num_layers} layers and {K} taps: both must be at least 1")
-    first, last = (1, num_layers - 3) if num_layers - 3 >= K else (0, num_layers - 1)
-    K = min(K, num_layers)
-    return tuple(round(x) for x in np.linspace(first, last, K).tolist())
-
-
-def check_tap_ids(tap_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Tap ids as a tuple. UserError unless they are distinct decoder layers of the target."""
-    ids = tuple(int(i) for i in tap_ids)
-    wrong = [i for i in ids if not 0 <= i < num_layers]
-    if wrong or not ids or len(set(ids)) != len(ids):
-        raise UserError(
-            f"target_layer_ids {list(ids)}: expected distinct ids from 0 to {num_layers - 1} "
-            f"(the target has {num_layers} decoder layers), got {wrong or list(ids)}"
-        )
-    return ids
-
-
-def chosen_taps(tap_ids: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
-    """The taps given, or the default ones. UserError as `check_tap_ids`."""
-    return default_tap_ids(num_layers) if tap_ids is None else check_tap_ids(tap_ids, num_layers)
-
-
 class Target:
     """A frozen causal LM with taps. Use `Target.load`, or wrap a model already in memory."""
 
@@ -148,6 +122,8 @@ class Target:
                 f"target in {self.dtype} is not supported: use bf16 or fp32 "
                 "(fp16 overflows on the outliers of hidden states)"
             )
+        self.devices: tuple[torch.device, ...] = (self.device,)
+        """Those that its decoder layers are spread over."""
         self._vocabulary: Vocabulary | None = None
         self._local = threading.local()
         self._cache_argument = cache_argument(model)
@@ -221,7 +197,9 @@ class Target:
             trust_remote_code=trust_remote_code,
         )
         tokenizer = None if random_weights else load_tokenizer(name, trust_remote_code)
-        return cls(model, tokenizer, tap_ids=tap_ids, path=name)
+        target = cls(model, tokenizer, tap_ids=tap_ids, path=name)
+        target.devices = (target.device, *places[1:])
+        return target
 
     @property
     def whole(self) -> bool:

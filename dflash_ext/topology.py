@@ -66,6 +66,22 @@ class Topology:
         return [(t, d) for t in range(self.targets) for d in range(self.drafters)]
 
 
+def devices_of(
+    rank: int, local: int, *, ranks_here: int, drafters: int, per_target: int
+) -> tuple[range, int]:
+    """(devices of its machine that a rank owns, how many the ranks of its machine own in all).
+
+    A drafter owns one and a target `per_target`, one rank after the other. `local`: its number
+    among the `ranks_here` of its machine, which are neighbours.
+    """
+    widths = [
+        1 if other < drafters else per_target
+        for other in range(rank - local, rank - local + ranks_here)
+    ]
+    begin = sum(widths[:local])
+    return range(begin, begin + widths[local]), sum(widths)
+
+
 class Micro(NamedTuple):
     """One micro-batch: the anchors of one draw over one feature batch."""
 

@@ -35,7 +35,7 @@ from dflash_ext.optim import DrafterOptimizer, StepResult
 from dflash_ext.pipeline import Book, InProcess, Source, own_handovers
 from dflash_ext.placement import to_device
 from dflash_ext.questions import Answerer, Decoding, Far, Near
-from dflash_ext.ranks import Ranks, started_as_rank
+from dflash_ext.ranks import Ranks, started_as_rank, target_devices
 from dflash_ext.rates import Tally, TargetCost, product_tflops, rates
 from dflash_ext.receiver import Receiver
 from dflash_ext.run import claim_run, interruption, resolve_device
@@ -44,7 +44,6 @@ from dflash_ext.sender import Sender, serve
 from dflash_ext.startup import (
     Side,
     build_side,
-    export_target,
     feature_dtype,
     fp32_target,
     load_target,
@@ -55,6 +54,7 @@ from dflash_ext.startup import (
     whereabouts,
     write_resolved,
 )
+from dflash_ext.target_loading import WHOLE, Needs
 from dflash_ext.topology import Handover, validates
 from dflash_ext.trainer import Validation
 from dflash_ext.transfer import FeatureBatch
@@ -118,7 +118,7 @@ def _train(
             given = prepare_files(config, path, monitor)
     watch.doing("loading the target", patience=4)
     needs = needs_of(config, ranks.topology, ranks.rank, feature_dtype(config, ranks.device))
-    target = load_target(config, path, ranks.device, needs)
+    target = load_target(config, path, target_devices(config, ranks), needs)
     side = None if ranks.drafter is None else build_side(config, ranks, target)
     target.keep(dataclasses.replace(needs, last_layers=0))  # those that the drafter began as
     sets: dict[str, list[list[int]]] = {}
@@ -202,10 +202,8 @@ def _train(
         return 0
 
     watch.doing("evaluating after training", patience=FOREVER)
-    if judge.comparison is None:
-        exact = kept or export_target(config, path, ranks.device)
-    else:
-        exact = kept or fp32_target(config, path, ranks.device, None)
+    needs = WHOLE if judge.comparison else Needs("nothing")  # an export is proven on its head
+    exact = kept or fp32_target(config, path, ranks.device, None, needs)
     judge.export(exact, trained, progress.position)
     if judge.comparison is not None:
         exact = fp32_target(config, path, ranks.device, exact)
@@ -304,7 +302,7 @@ def loop(
             if not result.applied:
                 metrics = {}
             seconds = time.monotonic() - step_began
-            speed = rates(whole, seconds, ranks.topology, peak_tflops)
+            speed = rates(whole, seconds, ranks.topology, peak_tflops, config.target.devices)
             record = metrics | {"seconds": seconds} | speed | source.memory()
             monitor.log("train", position, record | step_record(result, optimizer))
             if validates(position, job.steps, every):

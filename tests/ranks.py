@@ -261,7 +261,7 @@ def two_drafters(config: TrainConfig) -> int:
     worker._set_environment()
     rank, device, nccl = ranks.join_world(config)
     group = ranks._group(range(2), nccl, timedelta(seconds=60))
-    target = load_target(config, config.target.path, device)
+    target = load_target(config, config.target.path, [device])
     store = TokenStore.open(config.data.train)
     batches = [store.batch([0, 1, 2]), store.batch([3, 4])]
 

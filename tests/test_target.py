@@ -21,15 +21,12 @@ from tiny_targets import (  # noqa: F401
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.errors import UserError
+from dflash_ext.mask_token import resolve_mask_token_id
 from dflash_ext.plan import plan_subbatches
 from dflash_ext.startup import release
-from dflash_ext.target import (
-    Target,
-    check_tap_ids,
-    decoder_layers,
-    default_tap_ids,
-    resolve_mask_token_id,
-)
+from dflash_ext.taps import check_tap_ids, default_tap_ids
+from dflash_ext.target import Target
+from dflash_ext.target_loading import decoder_layers
 
 LENGTHS = (11, 3, 19, 12, 1)
 

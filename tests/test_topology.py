@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_ext.errors import UserError
-from dflash_ext.topology import Course, Handover, Topology, best_split, handovers, validates
+from dflash_ext.topology import (
+    Course,
+    Handover,
+    Topology,
+    best_split,
+    devices_of,
+    handovers,
+    validates,
+)
 
 SMALL = st.integers(1, 4)
 
@@ -28,6 +36,17 @@ def test_ranks_and_roles():
     for targets, drafters in ((0, 1), (1, 0), (-1, 1)):
         with pytest.raises(UserError, match="at least one of each"):
             Topology(targets, drafters, shared=False)
+
+
+def test_every_rank_owns_devices_of_its_own():
+    """3 drafters and 2 targets of 3 GPUs on one machine, and over two machines."""
+    alone = [devices_of(rank, rank, ranks_here=5, drafters=3, per_target=3) for rank in range(5)]
+    assert [list(own) for own, _ in alone] == [[0], [1], [2], [3, 4, 5], [6, 7, 8]]
+    assert {wanted for _, wanted in alone} == {9}
+    first = [devices_of(r, r, ranks_here=4, drafters=3, per_target=3) for r in range(4)]
+    assert [(list(own), wanted) for own, wanted in first[2:]] == [([2], 6), ([3, 4, 5], 6)]
+    own, wanted = devices_of(4, 0, ranks_here=1, drafters=3, per_target=3)
+    assert (list(own), wanted) == ([0, 1, 2], 3)
 
 
 def used(course: Course, steps: range) -> list[tuple[int, int]]:

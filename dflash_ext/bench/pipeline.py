@@ -164,7 +164,7 @@ def alone(config: TrainConfig, first: int, count: int) -> dict[str, float]:
     """
     device = resolve_device(config.device)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))  # as each of two ranks has
-    target = load_target(config, str(config.target.path), device)
+    target = load_target(config, str(config.target.path), [device])
     side = build_side(config, Ranks(device=device), target)
     store = TokenStore.open(str(config.data.train))
     schedule = schedule_of(config, Samples(store, np.arange(len(store))))
