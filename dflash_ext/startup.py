@@ -26,7 +26,7 @@ from dflash_ext.parallel import Replicas, Shards
 from dflash_ext.plan import Schedule
 from dflash_ext.ranks import Ranks
 from dflash_ext.target import Target
-from dflash_ext.target_loading import WHOLE, Needs, Runs, parameter_shapes
+from dflash_ext.target_loading import WHOLE, Needs, Runs, parameter_shapes, values_loaded
 from dflash_ext.teacher import check_teacher, final_norm
 from dflash_ext.topology import Course, Topology
 from dflash_ext.trainer import Trainer
@@ -207,7 +207,8 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
         moments=1 if trainer.config.optim.name == "muon" else 2,
     )
     if buffers:
-        parts["target weights"] = trainer.embedding.nbytes + trainer.head.nbytes
+        shared = trainer.embedding.data_ptr() == trainer.head.data_ptr()
+        parts["target weights"] = trainer.embedding.nbytes + (0 if shared else trainer.head.nbytes)
         one = batch.token_budget * trainer.handed_width * trainer.embedding.element_size()
         parts["feature buffers"] = buffers * one
     if len(places) > 1:
@@ -216,6 +217,13 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
     text = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in parts.items())
     where = " of a drafter's rank" if buffers else ""
     monitor.say(f"predicted peak{where} {sum(parts.values()) / 2**20:.0f} MiB ({text})")
+    if buffers:
+        capturing = needs_of(trainer.config, Topology(2, 1, shared=False), 2, "")
+        size = values_loaded(target.model, target.num_layers, target.tap_ids, capturing)
+        monitor.say(
+            f"weights of a target's rank: {size * target.dtype.itemsize / 2**20:.0f} MiB"
+            + (f" over {n} devices" if (n := trainer.config.target.devices) > 1 else "")
+        )
     if trainer.config.eval.prompts_per_set and target.dtype != torch.float32:
         whole = sum(map(math.prod, parameter_shapes(target.model).values()))
         monitor.say(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,6 +91,21 @@ def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
             dot = f"{prefix}." if prefix else ""
             found |= {f"{dot}{name}": shape for name, shape in part.shapes.items()}
     return found
+
+
+def values_loaded(model: nn.Module, num_layers: int, tap_ids: Sequence[int], needs: Needs) -> int:
+    """How many weights a process with such needs loads; `model`: what another one loaded of it."""
+
+    def count(module: nn.Module) -> int:
+        return sum(math.prod(shape) for shape in parameter_shapes(module).values())
+
+    kept = needs.layers(num_layers, tap_ids)
+    layers = enumerate(decoder_layers(model, num_layers))
+    found = count(model) - sum(count(layer) for i, layer in layers if i not in kept)
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    tied = not isinstance(head, Absent) and head.weight is embedding.weight
+    return found if tied or needs.loads_head else found - count(head)
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:

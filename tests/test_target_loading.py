@@ -20,7 +20,7 @@ from dflash_ext.generate import plain_decode
 from dflash_ext.rates import TargetCost
 from dflash_ext.startup import load_target, needs_of, release
 from dflash_ext.target import Target
-from dflash_ext.target_loading import WHOLE, Absent, Needs, Shape, parameter_shapes
+from dflash_ext.target_loading import WHOLE, Absent, Needs, Shape, parameter_shapes, values_loaded
 from dflash_ext.teacher import check_teacher, final_norm
 from dflash_ext.topology import Topology
 
@@ -123,6 +123,11 @@ def test_what_is_loaded_is_the_whole_model_s(family, tmp_path, capfd, caplog):
     assert (cut.num_layers, cut.path, cut.whole) == (4, str(folder), False)
     assert parameter_shapes(cut.model) == {n: tuple(p.shape) for n, p in model.named_parameters()}
     assert TargetCost.of(cut) == cost
+    loaded = {cut: CAPTURES, whole: WHOLE}
+    for one in loaded:
+        for other, needs in loaded.items():
+            size = values_loaded(one.model, 4, TAPS, needs)
+            assert size == sum(p.numel() for p in other.model.parameters())
 
     if not tied:
         saved(folder, model)

@@ -117,7 +117,7 @@ def test_the_rehearsal_has_moments_and_gradients_and_evaluation_is_named(
     )
     with pytest.raises(Rehearsed):
         train(config)
-    assert "more for the target in fp32" in capsys.readouterr().out
+    assert "more for the whole target in fp32" in capsys.readouterr().out
 
 
 def test_a_run_that_stops_for_non_finite_steps_is_saved(
