@@ -9,7 +9,7 @@ not know of costs speed, never correctness.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 class Acceleration:
     """The changes made to a model; all of them are attributes that `remove` takes away again."""
 
-    def __init__(self, layers: Iterable[nn.Module], config: Any, *, fused: bool) -> None:
+    def __init__(self, layers: Sequence[nn.Module], config: Any, *, fused: bool) -> None:
         """layers: decoder layers; config: their text config; fused: our layers where known."""
+        self._arguments = layers, config, fused
         self._config = config
         self._attention_before = set_packed_attention(config)
         self.fused_layers = [
@@ -43,6 +44,11 @@ class Acceleration:
         ]
         for i, layer in self.fused_layers:
             fuse(layer, transformers_api.window_of(config, i))
+
+    def again(self) -> Acceleration:
+        """The same changes once more, after `remove`, to a model whose modules were exchanged."""
+        layers, config, fused = self._arguments
+        return Acceleration(layers, config, fused=fused)
 
     def remove(self) -> None:
         for _, layer in self.fused_layers:
@@ -70,7 +76,7 @@ def why_padded(model: nn.Module, config: Any) -> str | None:
 def accelerate(
     name: str,
     model: nn.Module,
-    layers: Iterable[nn.Module],
+    layers: Sequence[nn.Module],
     config: Any,
     taps: Callable[[PackedBatch, bool], Tensor],
 ) -> Acceleration | None:

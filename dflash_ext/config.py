@@ -40,6 +40,9 @@ class TargetOptions:
     """Of the features; auto: bf16 on CUDA, fp32 on the CPU. Evaluation always decodes in fp32."""
     tap_ids: tuple[int, ...] | None = None
     """Decoder layers to tap; none: five, evenly spread."""
+    fp8: bool = False
+    """Capture from products in FP8, as an engine that serves the target in FP8 computes; a GPU of
+    compute capability 9.0. Evaluation decodes in fp32 all the same."""
     mask_token_id: int | None = None
     """None: the family's known one, else the tokenizer's, else an unused row."""
     trust_remote_code: bool = False
@@ -52,6 +55,10 @@ class TargetOptions:
 
     def __post_init__(self) -> None:
         _at_least(self, devices=1)
+
+    def __post_init__(self) -> None:
+        if self.fp8 and self.dtype == "fp32":
+            raise UserError("--target.fp8 needs --target.dtype bf16 (or auto, on a GPU)")
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,15 @@ one visit of memory. Shapes: T packed tokens, H hidden, Hq / Hkv heads, D head d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_ext.fp8 import Fp8Linear
 from dflash_ext.ops.norm import rms_norm_forward
+from dflash_ext.ops.quantise import Quantised, quantise_rows
 from dflash_ext.ops.rotary import RopeTables, head_norm_rope_forward, head_rope_forward
 from dflash_ext.ops.swiglu import swiglu_forward
 from dflash_ext.packing import Packing, current_packing
@@ -48,27 +51,32 @@ class Product:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.fp8 = isinstance(module, Fp8Linear)
         plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
         self._can_add = plain and module.bias is None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
         return self._module(x)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_to(self, residual: Tensor, x: Tensor | Quantised) -> Tensor:
         """residual [T, O], which is overwritten, plus the product of x [T, I]."""
-        if self._can_add:
+        if self._can_add and isinstance(x, Tensor):
             weight: Any = self._module.weight
             return residual.addmm_(x, weight.T)
         return residual.add_(self._module(x))
+
+
+def together(x: Tensor, products: Sequence[Product]) -> list[Tensor]:
+    """The products of the same rows, which are quantised once where all want that."""
+    shared = quantise_rows(x) if all(product.fp8 for product in products) else x
+    return [product(shared) for product in products]
 
 
 class Attention:
     """Queries, keys and values of normed rows, normed by head or not, rotated, and attention."""
 
     def __init__(self, module: Any, window: int | None) -> None:
-        self._q, self._k, self._v = (
-            Product(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")
-        )
+        self._qkv = [Product(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
         self._head_dim: int = module.head_dim
         normed = _children(module) >= _HEAD_NORMS
         self._q_norm, self._k_norm = (
@@ -83,7 +91,7 @@ class Attention:
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], packing: Packing) -> Tensor:
         """[T, Hq * D] of x [T, H]."""
         D = self._head_dim
-        q, k, v = (product(x).unflatten(-1, (-1, D)) for product in (self._q, self._k, self._v))
+        q, k, v = (rows.unflatten(-1, (-1, D)) for rows in together(x, self._qkv))
         tables = packing.tables(angles, D)
         for heads, norm in ((q, self._q_norm), (k, self._k_norm)):
             _rotate(heads, norm, tables)
@@ -105,16 +113,15 @@ class FeedForward:
         self._module = module
         self._gated = _children(module) == _GATED_PARTS
         if self._gated:
-            self._gate, self._up, self._down = (
-                Product(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj")
-            )
+            self._gate_up = [Product(module.gate_proj), Product(module.up_proj)]
+            self._down = Product(module.down_proj)
             self._act = None if _is_silu(module.act_fn) else module.act_fn
 
-    def _activation(self, x: Tensor) -> Tensor:
-        gate, up = self._gate(x), self._up(x)
-        if self._act is None:
-            return swiglu_forward(gate, up, out=gate)
-        return self._act(gate).mul_(up)
+    def _activation(self, x: Tensor) -> Tensor | Quantised:
+        gate, up = together(x, self._gate_up)
+        if self._act is not None:
+            return self._act(gate).mul_(up)
+        return quantise_rows(gate, up) if self._down.fp8 else swiglu_forward(gate, up, out=gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] of x [T, H]."""

@@ -14,6 +14,7 @@ from dflash_ext.drafter import Drafter, DrafterConfig
 from dflash_ext.drafter_rules import FULL, SLIDING
 from dflash_ext.errors import UserError
 from dflash_ext.export import check_own_vocabulary, check_pairing, load_export, read_export
+from dflash_ext.fp8 import weights_of
 from dflash_ext.target import Target
 from dflash_ext.target_loading import decoder_layers
 from dflash_ext.transformers_api import rope_theta
@@ -178,7 +179,7 @@ def init_from_target(drafter: Drafter, layers: nn.ModuleList, final_norm: Tensor
         )
     first = len(layers) - config.num_layers
     for i, layer in enumerate(drafter.stack()):
-        source = dict(layers[first + i].named_parameters())
+        source = weights_of(layers[first + i])
         wanted = {name for name, _ in layer.named_parameters()}
         if extra := [name for name in source if name not in wanted and not name.endswith(".bias")]:
             raise UserError(

@@ -75,6 +75,8 @@ def load_target(
         target.hand_over_last_layer()
         if needs.runs == "layers":
             check_teacher(target)
+    if config.target.fp8 and needs.runs != "nothing":
+        target.quantise()
     return target
 
 

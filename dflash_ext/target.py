@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dflash_ext.acceleration import accelerate
 from dflash_ext.batch import PackedBatch
 from dflash_ext.errors import UserError
+from dflash_ext.fp8 import check_device, quantise_layers
 from dflash_ext.mask_token import named_token_ids, resolve_mask_token_id
 from dflash_ext.packing import Packing, packed, packed_inputs
 from dflash_ext.placement import to_device
@@ -128,7 +129,7 @@ class Target:
         self._local = threading.local()
         self._cache_argument = cache_argument(model)
         self._last_logits_only = last_logits_only(model)
-        self._layers = decoder_layers(model, self.num_layers)
+        self._layers = list(decoder_layers(model, self.num_layers))
         self.handed_taps = self.tap_ids
         """Taps of a feature batch."""
         for tap in self.tap_ids:
@@ -156,6 +157,23 @@ class Target:
         if self.num_layers - 1 not in self.tap_ids:
             self._layers[-1].register_forward_hook(self._hook(self.num_layers - 1))
         self.handed_taps = with_last_layer(self.tap_ids, self.num_layers)
+
+    def quantise(self) -> None:
+        """Compute the products of decoder layers in FP8 from here on (fp8.py); not to be undone.
+
+        UserError unless the target is in bf16, on a device that can, and has such products.
+        """
+        if self.dtype != torch.bfloat16:
+            raise UserError(f"--target.fp8 needs a target in bf16, this one is in {self.dtype}")
+        check_device(self.device)
+        if self.acceleration is not None:
+            self.acceleration.remove()
+        count = quantise_layers(self._layers)
+        if count == 0:
+            raise UserError(f"target {self.path!r} has no products that could be in FP8")
+        if self.acceleration is not None:
+            self.acceleration = self.acceleration.again()
+        log.info("target %r: %d products in FP8", self.path, count)
 
     @classmethod
     def load(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash_ext.ops import norm, rotary, rows, swiglu
+from dflash_ext.ops import norm, quantise, rotary, rows, swiglu
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 PROGRAMS = 3
@@ -61,8 +61,9 @@ class Interpreter:
 
         if kind != "f32":
             assert value % TYPES[kind][3] == 0, f"{value} breaks the promise of {kind}"
-        if kind.endswith("*"):
-            return memory(value, self.dtype if kind == "bf16*" else torch.float32)
+        if "*" in kind:
+            types = {"bf16*": self.dtype, "fp8*": quantise.FP8}
+            return memory(value, types.get(kind, torch.float32))
         return value
 
 
@@ -72,7 +73,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> Iterator
     torch hands out starts as NaN."""
     interpreter = Interpreter(dtype)
     with monkeypatch.context() as patch:
-        for module in (norm, swiglu, rotary):
+        for module in (norm, swiglu, rotary, quantise):
             patch.setattr(module, "_C", interpreter)
         patch.setattr(rows, "DTYPES", (dtype,))
         patch.setattr(rows, "has_kernels", lambda x: x.dtype == dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dflash_ext.bench import fused
 from dflash_ext.bench.recorder import recorded
 from dflash_ext.bench.timing import interleaved
-from dflash_ext.ops import norm, rotary, swiglu
+from dflash_ext.ops import norm, quantise, rotary, swiglu
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -38,6 +38,38 @@ def test_numerics(op: str, width: int, rows: int, fused_rows: bool) -> None:
 def test_rotary_numerics(head_dim: int, rows: int, heads: int, fused_rows: bool) -> None:
     problem = make("head_norm_rope", rows, head_dim, BF16, "cuda", fused=fused_rows, heads=heads)
     assert_two_times_rule(problem, BF16)
+
+
+def test_rotation_alone() -> None:
+    heads = torch.randn(1001, 9, 128, device="cuda", dtype=BF16)
+    tables = rotary.rope_tables(torch.arange(1001, device="cuda"), 128, 1e6)
+    low, high = heads.double().chunk(2, dim=-1)
+    cos, sin = (t.double()[:, None] for t in tables)
+    truth = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    error = (truth.to(BF16).double() - truth).norm()  # of the one rounding
+    found = rotary.head_rope_forward(heads, tables, out=heads)
+    assert (found.double() - truth).norm() <= 2 * error
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("width", [16, 64, 2048, 4096, 12288, 28672])
+def test_quantised_rows(width: int, gated: bool) -> None:
+    if torch.cuda.get_device_capability() < quantise.CAPABILITY:
+        pytest.skip("no FP8 products with a scale for each row")
+    wide = torch.randn(257, 2 * width, device="cuda", dtype=BF16)
+    x, up = wide.chunk(2, dim=1)
+    x[3] = 0
+    found = quantise.quantise_rows(x, up if gated else None)
+    truth = quantise.quantise_rows_reference(x, up if gated else None)
+    torch.testing.assert_close(found.scales, truth.scales, rtol=1e-5, atol=0)
+    a, b = found.values.float(), truth.values.float()
+    assert (a != b).float().mean() <= 1e-3  # in the middle between two numbers
+    torch.testing.assert_close(a, b, rtol=2**-3, atol=2**-9)
+    weight = quantise.quantise_rows(torch.randn(48, width, device="cuda", dtype=BF16))
+    product = quantise.scaled_product(found, weight, BF16)
+    exact = [q.values.double() * q.scales.double()[:, None] for q in (found, weight)]
+    expected = exact[0] @ exact[1].T
+    assert (product.double() - expected).norm() <= 1e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("op", OPS)

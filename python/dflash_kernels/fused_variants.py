@@ -7,7 +7,7 @@ that a multiprocessor has more bytes in flight than its share of the bandwidth t
 
 from __future__ import annotations
 
-from dflash_kernels import norm, rotary, swiglu
+from dflash_kernels import norm, quantise, rotary, swiglu
 from dflash_kernels.spec import Argument, Kernel, pointers
 
 # Columns of the widest row that a norm's program holds, smallest first: the wrapper takes the first
@@ -94,6 +94,20 @@ FUSED_KERNELS = (
         grid=_SWIGLU_GRID,
         tile="BLOCK",
         choices={0: _SWIGLU_TILE},
+        extra_host={"rows": "i32"},
+    ),
+    Kernel(
+        name="quantise_rows",
+        fn=quantise.quantise_rows_kernel,
+        arguments=pointers("x up", "bf16*")
+        | pointers("out", "fp8*")
+        | {"scale_ptr": "f32*any"}
+        | {"x_row": "i32x8", "up_row": "i32x8", "out_row": "stride", "width": "stride"}
+        | {"gated": "i32"},
+        grid="rows",
+        tile="BLOCK",
+        choices={0: _SWIGLU_TILE},
+        min_sm=90,  # products of FP8 rows with a scale each need it as well
         extra_host={"rows": "i32"},
     ),
     Kernel(

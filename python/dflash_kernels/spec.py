@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 TYPES = {
     "bf16*": ("*bf16", "uint64_t", "u64", 16),
     "f32*": ("*fp32", "uint64_t", "u64", 16),
+    "fp8*": ("*fp8e4nv", "uint64_t", "u64", 16),
     "i32*": ("*i32", "uint64_t", "u64", 16),
     "i64*": ("*i64", "uint64_t", "u64", 16),
     # Read and written element by element, so that slices will do.
@@ -89,6 +90,8 @@ class Kernel:
     """Replacements where a thread block has 99 KiB of shared memory (sm_86, 89, 120, and PTX)."""
     only_sm: int = 0
     """Written in Gluon for this one architecture; 0: plain Triton, for all."""
+    min_sm: int = 0
+    """Uses what older architectures lack; a call there is an error that names the device."""
     loop_spills: int = 0
     """Accesses to local memory that loops of products may have; the reason is where it is set."""
     extra_host: dict[str, str] = field(default_factory=dict)

@@ -106,7 +106,7 @@ def unit_sources(name: str) -> list[Path]:
 def unit_variants(name: str, head_dim: int, architectures: tuple[int, ...]) -> list[Variant]:
     """What one compile job makes: an image per architecture, and the fallback PTX with sm_80."""
     kernel = kernel_named(name)
-    own = [sm for sm in architectures if kernel.only_sm in (0, sm)]
+    own = [sm for sm in architectures if kernel.only_sm in (0, sm) and sm >= kernel.min_sm]
     made = [Variant(kernel, head_dim, sm) for sm in own]
     if FALLBACK_PTX in own:
         made.append(Variant(kernel, head_dim, FALLBACK_PTX, ptx=True))
