@@ -34,7 +34,7 @@ class Acceleration:
 
     def __init__(self, layers: Sequence[nn.Module], config: Any, *, fused: bool) -> None:
         """layers: decoder layers; config: their text config; fused: our layers where known."""
-        self._arguments = layers, config, fused
+        self._fused = fused
         self._config = config
         self._attention_before = set_packed_attention(config)
         self.fused_layers = [
@@ -45,10 +45,9 @@ class Acceleration:
         for i, layer in self.fused_layers:
             fuse(layer, transformers_api.window_of(config, i))
 
-    def again(self) -> Acceleration:
+    def again(self, layers: Sequence[nn.Module]) -> Acceleration:
         """The same changes once more, after `remove`, to a model whose modules were exchanged."""
-        layers, config, fused = self._arguments
-        return Acceleration(layers, config, fused=fused)
+        return Acceleration(layers, self._config, fused=self._fused)
 
     def remove(self) -> None:
         for _, layer in self.fused_layers:

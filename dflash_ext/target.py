@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,7 +130,7 @@ class Target:
         self._local = threading.local()
         self._cache_argument = cache_argument(model)
         self._last_logits_only = last_logits_only(model)
-        self._layers = list(decoder_layers(model, self.num_layers))
+        self._layers = decoder_layers(model, self.num_layers)
         self.handed_taps = self.tap_ids
         """Taps of a feature batch."""
         for tap in self.tap_ids:
@@ -137,7 +138,7 @@ class Target:
         name = repr(self.path or type(model).__name__)
         tapped = self._layers[: max(self.tap_ids) + 1]
         self.acceleration = (
-            accelerate(name, model, self._layers, text_config, self._states)
+            accelerate(name, model, list(self._layers), text_config, self._states)
             if accelerated and not any(isinstance(layer, Absent) for layer in tapped)
             else None
         )
@@ -145,9 +146,20 @@ class Target:
     def keep(self, needs: Needs) -> None:
         """Let go of the decoder layers that these needs do not include."""
         kept = needs.layers(self.num_layers, self.tap_ids)
-        for i, layer in enumerate(self._layers):
-            if i not in kept and not isinstance(layer, Absent):
-                self._layers[i] = Absent(f"decoder layer {i}", layer)
+        with self._other_modules():
+            for i, layer in enumerate(self._layers):
+                if i not in kept and not isinstance(layer, Absent):
+                    self._layers[i] = Absent(f"decoder layer {i}", layer)
+
+    @contextmanager
+    def _other_modules(self) -> Iterator[None]:
+        """Within: modules of the decoder layers may be exchanged. What they do must not change."""
+        if self.acceleration is not None:
+            self.acceleration.remove()
+        yield
+        shield(self.model)
+        if self.acceleration is not None:
+            self.acceleration = self.acceleration.again(list(self._layers))
 
     def hand_over_last_layer(self) -> None:
         """Give every feature batch one tap more, at its end: the last layer's output.
@@ -166,13 +178,10 @@ class Target:
         if self.dtype != torch.bfloat16:
             raise UserError(f"--target.fp8 needs a target in bf16, this one is in {self.dtype}")
         check_device(self.device)
-        if self.acceleration is not None:
-            self.acceleration.remove()
-        count = quantise_layers(self._layers)
+        with self._other_modules():
+            count = quantise_layers(self._layers)
         if count == 0:
             raise UserError(f"target {self.path!r} has no products that could be in FP8")
-        if self.acceleration is not None:
-            self.acceleration = self.acceleration.again()
         log.info("target %r: %d products in FP8", self.path, count)
 
     @classmethod

@@ -123,6 +123,7 @@ def test_rotation_alone(kernels: Interpreter) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_quantised_rows(gated: bool, kernels: Interpreter) -> None:
     """Of two widths: a part of one tile, and more than one tile with a part."""
+    torch.manual_seed(0)
     for width in (48, 2048 + 64):
         wide = torch.randn(5, 2 * width)
         x, up = wide.chunk(2, dim=1)
@@ -131,11 +132,12 @@ def test_quantised_rows(gated: bool, kernels: Interpreter) -> None:
         truth = quantise.quantise_rows_reference(x, up if gated else None)
         torch.testing.assert_close(found.scales, truth.scales, rtol=1e-6, atol=0)
         a, b = found.values.float(), truth.values.float()
-        # The interpreter loses the carry where a number rounds up to a power of two.
-        power = b.abs().log2().frac() == 0
-        assert (a[~power] != b[~power]).float().mean() <= 1e-3  # in the middle between two numbers
-        torch.testing.assert_close(a[~power], b[~power], rtol=2**-3, atol=2**-9)
-        assert ((a == b) | (2 * a == b))[power].all()
+        # The interpreter loses the carry where a number rounds up to a power of two; some few
+        # others lie in the middle between two numbers.
+        carried = (2 * a == b) & (b != 0)
+        assert (b[carried].abs().log2().frac() == 0).all()
+        assert ((a != b) & ~carried).float().mean() <= 1e-3
+        torch.testing.assert_close(a[~carried], b[~carried], rtol=2**-3, atol=2**-9)
     assert kernels.launched == ["quantise_rows"] * 2
 
 
