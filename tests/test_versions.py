@@ -70,6 +70,11 @@ def test_a_command_that_fails_says_why(versions):
         versions.command([sys.executable, "-c", "raise SystemExit('no such torch')"])
 
 
+def test_versions_are_sorted_as_numbers(versions):
+    order = ["2.8.0+cu128", "2.13.0+cpu", "2.14.0.dev20261130", "2.14.1"]
+    assert sorted(reversed(order), key=versions.numbers) == order
+
+
 def pair(**changes):
     names = ("torch", "transformers", "tokenizers", "huggingface_hub")
     values = dict.fromkeys(names, "1.0") | {"passed": 5, "failed": 0, "skipped": 1}
