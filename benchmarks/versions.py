@@ -21,6 +21,7 @@ import sysconfig
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from dflash_ext.errors import UserError, run_cli  # noqa: E402
 TRANSFORMERS = ("5.6.0", "5.8.1", "5.17.0", "newest")
 TESTS = (
     *("transformers_api", "target", "target_load", "teacher", "shield", "reader", "drafting"),
-    *("acceleration", "causal"),
+    *("acceleration", "causal", "target_loading", "startup", "identity"),
     *("generate", "drafter", "trainer", "loss", "initialise", "muon", "optim", "checkpoint"),
     *("train", "train_errors", "export", "export_check", "evaluate", "synthesis", "prepare"),
     *("chat", "templates", "append_only", "regenerate_in_process", "attention_cpu", "fused_ops"),
@@ -157,6 +158,14 @@ def describe(result: dict[str, Any]) -> str:
     )
 
 
+def keep(out: Path, what: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """What is done, sorted; after every pair, so that an interruption loses one."""
+    if len(builds := {r["md5"] for r in results}) != 1:
+        raise UserError(f"not one extension: {sorted(builds)}")
+    pairs = sorted(results, key=lambda r: [numbers(r[name]) for name in ("torch", "transformers")])
+    record.save(out, {**what, "pairs": pairs})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
@@ -168,6 +177,7 @@ def main() -> None:
     )
     parser.add_argument("--transformers", nargs="+", default=list(TRANSFORMERS))
     parser.add_argument("--folder", type=Path, help="for the venvs, kept; default: a temporary one")
+    parser.add_argument("--jobs", type=int, default=1, help="pairs tested at a time")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "versions_cpu.json")
     args = parser.parse_args()
     # The environment of now: the tree may move on meanwhile.
@@ -185,19 +195,22 @@ def main() -> None:
             pairs += [(v, packages) for v in dict.fromkeys((wanted[0], wanted[-1]))]
         pairs += [(v, []) for v in wanted]
         results: list[dict[str, Any]] = []
-        for version, packages in pairs:
+
+        def test(pair: tuple[str, list[Path]]) -> dict[str, Any]:
+            version, packages = pair
             # Before another torch's packages, lest a transformers beside it be taken.
             own = [site(pythons[version]), *packages] if packages else []
             result = test_pair(pythons[version], own)
-            say(describe(result))
             if (imported := result["transformers"]) != version:
                 raise UserError(f"asked for transformers {version}, {imported} was imported")
-            results.append(result)
-            if len(builds := {r["md5"] for r in results}) != 1:
-                raise UserError(f"not one extension: {sorted(builds)}")
-            results.sort(key=lambda r: [numbers(r[name]) for name in ("torch", "transformers")])
-            # After every pair: what is done is kept if a later one is interrupted.
-            record.save(args.out, {**what, "pairs": results})
+            return result
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            tested = pool.map(test, pairs)
+            for result in tested:
+                say(describe(result))
+                results.append(result)
+                keep(args.out, what, results)
     if any(r["failed"] for r in results):
         raise UserError("some tests failed; they are in the result")
 

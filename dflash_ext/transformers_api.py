@@ -36,8 +36,8 @@ from dflash_ext.errors import UserError
 # Bases of their modules whose `__call__` adds nothing to torch's in inference.
 PLAIN_CALLS = ("transformers.modeling_layers.GradientCheckpointingLayer",)
 # What a config says of the release that wrote it and of where it lies, not of the model.
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 # --- a model's forward and its cache
