@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, for a machine with torch and no network: build, tests, benchmarks.
-# Usage: bash benchmarks/gpu.sh [tests] [attention] [vocabulary] [launch] [fused] [step] [sanitizer]
-#   [ncu] [quickstart]
+# Usage: bash benchmarks/gpu.sh [tests] [attention] [vocabulary] [launch] [fused] [step] [target]
+#   [sanitizer] [ncu] [quickstart]
 # Results go to $OUT (default: here). Every line is in $OUT/gpu.log as it is printed, so a time limit
 # loses nothing; a failing step costs the script's exit code, not the steps after it.
 set -uo pipefail
@@ -59,6 +59,10 @@ run_step() {
       # shellcheck disable=SC2086
       step step "${STEP_SECONDS:-400}" python3 -m dflash_ext.bench step \
         --json "$out/step_h200.json" ${STEP_OPTIONS:-} ;;
+    target) # beside plain transformers; TARGET_OPTIONS="--shapes qwen3-8b" for that alone
+      # shellcheck disable=SC2086
+      step target "${TARGET_SECONDS:-240}" python3 -m dflash_ext.bench target \
+        --json "$out/target_h200.json" ${TARGET_OPTIONS:-} ;;
     sanitizer) # small problems only: a checked kernel runs one to two orders slower
       path=$(tool compute-sanitizer)
       [ -n "$path" ] || { failed+=(sanitizer); return; }

@@ -118,13 +118,13 @@ def _difference(
     # Our operators name what they do not support; what else an unknown model may trip over is open.
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
-    worst, allowed = max(_errors(batch, found, truth)), TOLERANCE[truth.dtype]
+    worst, allowed = max(document_errors(batch, found, truth)), TOLERANCE[truth.dtype]
     if worst <= allowed:
         return None
     return f"its packed states differ by {worst:.2g} (at most {allowed})"
 
 
-def _errors(batch: PackedBatch, found: Tensor, truth: Tensor) -> Iterator[float]:
+def document_errors(batch: PackedBatch, found: Tensor, truth: Tensor) -> Iterator[float]:
     """Of every document the median over its tokens of |found - truth| / |truth|; NaN: infinite."""
     for begin, end in zip(batch.doc_starts.tolist(), batch.doc_starts.tolist()[1:]):
         x, y = found[begin:end].float(), truth[begin:end].float()

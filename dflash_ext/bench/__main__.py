@@ -18,6 +18,7 @@ BENCHMARKS = (
     "plot",
     "step",
     "tables",
+    "target",
     "vocabulary",
 )
 """Modules of this package; each has a `main(arguments)`."""

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_ext.bench.problem import Problem, gradient_run
-from dflash_ext.bench.timing import Run
+from dflash_ext.bench.timing import Clock, Run, synchronise
 from dflash_ext.ops.attention import Tensors, dflash_attention, visible_pairs
 from dflash_ext.ops.layout import AttentionLayout
 
 PRODUCT = 8192
 CPU_PRODUCT = 1024
+PRODUCTS = 10  # of one burst
 CUDNN_HEADS, CUDNN_DIM = 32, 128
 CUDNN_LENGTHS = (4096, 16384)
 LARGEST_DIFFERENCE = 0.02  # each is within 0.003 of the truth in bf16
@@ -38,6 +39,21 @@ def product_run(device: str) -> Run:
 
 def product_flops(device: str) -> int:
     return 2 * (PRODUCT if device == "cuda" else CPU_PRODUCT) ** 3
+
+
+def timed_products(device: str, clock: Clock) -> Callable[[], float]:
+    """A run of a burst of those products: ms of one."""
+    product = product_run(device)
+
+    def products() -> float:
+        begin = clock.mark()
+        for _ in range(PRODUCTS):
+            product()
+        end = clock.mark()
+        synchronise(device)
+        return clock.ms(begin, end) / PRODUCTS
+
+    return products
 
 
 def cudnn_flops(length: int) -> int:

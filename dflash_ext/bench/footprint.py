@@ -1,11 +1,30 @@
-"""Memory of a process and everything it started."""
+"""Memory of a GPU, and of a process and everything it started."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+
+import torch
+
+
+def gib(size: int) -> float:
+    return size / 2**30
+
+
+def peak_of(device: str, run: Callable[[], object]) -> float | None:
+    """GiB allocated at most while `run` runs; None without a GPU."""
+    if device != "cuda":
+        run()
+        return None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return gib(torch.cuda.max_memory_allocated())
 
 
 def descendants(root: int) -> list[int]:

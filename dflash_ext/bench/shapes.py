@@ -147,6 +147,13 @@ STEP_LIMITS: dict[tuple[str, str], dict[str, Target]] = {
         "peak": Target(24, 20),
     },
 }
+# Of `bench target`, larger is better: speed over plain transformers, by shape and batch.
+FORWARD_OVER_PLAIN = {
+    ("qwen3-8b", "12 x 4096"): Target(1.35, 1.42),
+    ("qwen3-8b", "length mix"): Target(1.45, 1.6),
+}
+FORWARD_MEMORY = Target(1.3)
+"""Smaller is better: the peak over weights and output."""
 LAYOUT_MS = Target(0.1, 0.03)
 WINDOW_OVERHEAD = Target(0.05)
 

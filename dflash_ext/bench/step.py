@@ -9,7 +9,6 @@ anchor counts: does memory grow, and is a never-seen shape slower than the same 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 from dflash_ext.bench import anchors
 from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.composition import Composition, mixes, numerator, slot_embeddings
+from dflash_ext.bench.footprint import gib, peak_of
 from dflash_ext.bench.step_problem import (
     DRAFTERS,
     Case,
@@ -27,7 +27,7 @@ from dflash_ext.bench.step_problem import (
     random_batch,
     random_trainer,
 )
-from dflash_ext.bench.timing import synchronise, tidy
+from dflash_ext.bench.timing import Clock, synchronise, tidy
 from dflash_ext.blocks import Blocks
 from dflash_ext.config import OptimOptions
 from dflash_ext.errors import UserError
@@ -38,27 +38,8 @@ from dflash_ext.rates import drafter_operations
 from dflash_ext.record import save
 from dflash_ext.trainer import Inputs, Trainer
 
-PRODUCTS = 10  # of one burst
 LARGEST_DIFFERENCE = 0.02  # of the loss: bf16 against bf16 in another order
 Row = dict[str, Any]
-
-
-class Clock:
-    """Marks on the device's time line, or on the host's where there is no other device."""
-
-    def __init__(self, device: str) -> None:
-        self._cuda = device == "cuda"
-
-    def mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, begin: Any, end: Any) -> float:
-        """Between two marks that are both behind the device."""
-        return begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
 
 
 class TimedTrainer:
@@ -96,22 +77,6 @@ class TimedTrainer:
         found["step"] = ms(begin, middle)
         found["backward"] = found["step"] - found["forward"] - found["loss"]
         return found | {"optimizer": ms(middle, end)}
-
-
-def gib(size: int) -> float:
-    return size / 2**30
-
-
-def peak_of(device: str, run: Callable[[], object]) -> float | None:
-    """GiB allocated at most while `run` runs; None without a GPU."""
-    if device != "cuda":
-        run()
-        return None
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return gib(torch.cuda.max_memory_allocated())
 
 
 class Baseline:
@@ -158,17 +123,7 @@ def measure(case: Case, device: str, rounds: int, blocks_at_once: int, baseline:
     runs: dict[str, Callable[[], float]] = {}
     if baseline:
         runs |= _baseline(row, trainer, problem, device, clock)
-    product = anchors.product_run(device)
-
-    def products() -> float:
-        begin = clock.mark()
-        for _ in range(PRODUCTS):
-            product()
-        end = clock.mark()
-        synchronise(device)
-        return clock.ms(begin, end) / PRODUCTS
-
-    runs["product"] = products
+    runs["product"] = anchors.timed_products(device, clock)
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, run in runs.items():

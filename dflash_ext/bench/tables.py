@@ -10,9 +10,10 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from dflash_ext.bench.markdown import Columns, Row, Rows, markdown
 from dflash_ext.bench.shapes import LAYOUT_MS, STEP_LIMITS, TARGETS, WINDOW_OVERHEAD, reached
+from dflash_ext.bench.target_table import target_table
 from dflash_ext.errors import UserError
 
 BEGIN = "<!-- numbers: written by `python -m dflash_ext.bench tables`, do not edit -->"
@@ -23,11 +24,6 @@ Written by `python -m dflash_ext.bench tables` from `benchmarks/*.json`; do not 
 says what the ratios mean. *× cuDNN*: useful FLOP/s over those of cuDNN's dense causal attention,
 32 heads, D 128, the faster of 4,096 and 16,384 tokens, in the same rounds.
 """
-
-Row = dict[str, Any]
-Rows = Sequence[Row]
-# A column: heading, key in the row, format. A heading may stand twice.
-Columns = Sequence[tuple[str, str, str]]
 
 PASSES = [
     ("shape", "shape", "{}"),
@@ -120,18 +116,6 @@ STEP = [
     ("peak GiB", "peak", "{}"),
     ("composition's", "baseline_peak_gib", "{:.1f}"),
 ]
-
-
-def markdown(columns: Columns, rows: Rows) -> str:
-    """A Markdown table; what was not measured is a dash."""
-    lines = [
-        "| " + " | ".join(heading for heading, _, _ in columns) + " |",
-        "|---" * len(columns) + "|",
-    ]
-    for row in rows:
-        cells = (form.format(row[key]) if key in row else "–" for _, key, form in columns)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def aimed(row: Row, key: str) -> str:
@@ -312,6 +296,8 @@ README: Sections = [
     ),
     ("step_h200.json", "Drafter step on the H200", step_table),
     ("step_cpu.json", "Drafter step on the CPU, a small drafter", step_table),
+    ("target_h200.json", "Target's forward on the H200, bf16, random weights", target_table),
+    ("target_cpu.json", "Target's forward on the CPU, fp32, random weights", target_table),
     ("data_cpu.json", "Data on two cores", lambda r: markdown(DATA, r["rows"])),
     (
         "quickstart_h200.json",

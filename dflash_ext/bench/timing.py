@@ -93,6 +93,24 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
+class Clock:
+    """Marks on the device's time line, or on the host's where there is no other device."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+
+    def mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, begin: Any, end: Any) -> float:
+        """Between two marks that are both behind the device."""
+        return begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
+
+
 def host_seconds(run: Run, device: str, repeats: int) -> float:
     """Mean seconds the host spends in one call; on CUDA the queue is emptied outside the timing."""
     synchronise(device)

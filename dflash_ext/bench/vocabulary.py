@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dflash_ext.bench.anchors import WrongResult
 from dflash_ext.bench.command import parsed, parser_of
-from dflash_ext.bench.step import peak_of
+from dflash_ext.bench.footprint import peak_of
 from dflash_ext.bench.timing import Run, interleaved, tidy
 from dflash_ext.loss import LOSSES, LossKind, Teacher, needs_teacher, vocabulary_loss
 from dflash_ext.ops.soft_labels import Chunk, kl_divergence_, negative_log_acceptance_

@@ -1,0 +1,67 @@
+"""Where a forward's time on the device goes: kernels by kind, told apart by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from dflash_ext.bench.timing import Run
+
+# The first kind with a part of the name has it; in lower case. Attention comes first, because its
+# kernels are named after the library of products they are made of, too.
+KINDS = {
+    "attention": ("attention", "hopper_fwd", "fmha", "flash", "sdpa"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas"),
+    "row-wise": ("elementwise", "rms_norm", "swiglu", "head_norm", "reduce", "catarray", "copy"),
+}
+REST = "rest"
+
+
+class Kernel(NamedTuple):
+    name: str
+    calls: int
+    ms: float
+    """Of all calls."""
+
+
+def kind_of(name: str) -> str:
+    lower = name.lower()
+    for kind, parts in KINDS.items():
+        if any(part in lower for part in parts):
+            return kind
+    return REST
+
+
+def kernels_of(run: Run) -> list[Kernel]:
+    """Kernels (and copies) of one call on the current GPU, the longest first."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    found = [
+        Kernel(event.key, event.count, event.self_device_time_total / 1e3)
+        for event in profiler.key_averages()
+        if event.device_type == DeviceType.CUDA
+    ]
+    return sorted(found, key=lambda kernel: -kernel.ms)
+
+
+def by_kind(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """ms of each kind; those without a kernel too."""
+    total = dict.fromkeys((*KINDS, REST), 0.0)
+    for kernel in kernels:
+        total[kind_of(kernel.name)] += kernel.ms
+    return total
+
+
+def longest(kernels: Iterable[Kernel], count: int = 12) -> list[dict[str, Any]]:
+    """For a result: a name that stands under the wrong kind can be seen there."""
+    return [
+        {"name": k.name[:120], "kind": kind_of(k.name), "calls": k.calls, "ms": round(k.ms, 3)}
+        for k in sorted(kernels, key=lambda k: -k.ms)[:count]
+    ]

@@ -1,0 +1,200 @@
+"""`python -m dflash_ext.bench target`: a frozen target's forward beside plain transformers.
+
+One model with random weights, cut behind its last tap, run in three ways by the same
+`Target.features`, in interleaved rounds: packed with fused layers (ours); packed with transformers'
+own layers; and as plain transformers with SDPA runs it, padded, documents of similar length
+together. Before anything is timed the taps of all three must agree, and every layer of ours must be
+fused. Useful operations are 2 for every weight a token passes and 4 D for every query head and
+visible pair (`rates.TargetCost`), so padding does not count; the rate of the 8192^3 product comes
+from the same rounds. On a GPU also: peak memory over weights and output, and where the time goes.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dflash_ext.acceleration import TOLERANCE, Acceleration, document_errors
+from dflash_ext.batch import PackedBatch
+from dflash_ext.bench import anchors
+from dflash_ext.bench.command import parsed, parser_of
+from dflash_ext.bench.footprint import gib, peak_of
+from dflash_ext.bench.kernel_kinds import by_kind, kernels_of, longest
+from dflash_ext.bench.target_problem import (
+    CPU_SHAPES,
+    CUDA_SHAPES,
+    SHAPES,
+    Case,
+    cases,
+    random_batch,
+    random_target,
+)
+from dflash_ext.bench.timing import Clock, synchronise, tidy
+from dflash_ext.rates import TargetCost
+from dflash_ext.record import save
+from dflash_ext.startup import release
+from dflash_ext.target import Target, decoder_layers
+
+OURS, OWN_LAYERS, PLAIN = "ours", "own_layers", "plain"
+WAYS = (OURS, OWN_LAYERS, PLAIN)
+Row = dict[str, Any]
+
+
+class NotAccelerated(RuntimeError):
+    """Ours would be measured without what makes it ours."""
+
+
+class Ways:
+    """One target in memory, run in any of WAYS; changing costs nothing while it is timed."""
+
+    def __init__(self, target: Target) -> None:
+        """Raises NotAccelerated unless every layer of the target is fused."""
+        fused = 0 if target.acceleration is None else len(target.acceleration.fused_layers)
+        if fused != target.num_layers:
+            how = "padded" if target.acceleration is None else "packed"
+            raise NotAccelerated(
+                f"{type(target.model).__name__}: {fused} of {target.num_layers} layers are fused, "
+                f"its forward is {how}; the log says why"
+            )
+        self.target = target
+        self._layers = decoder_layers(target.model, target.num_layers)
+        self._config = target.model.config.get_text_config()
+
+    def use(self, way: str) -> None:
+        """From now on `target.features` runs this way."""
+        target = self.target
+        if target.acceleration is not None:
+            target.acceleration.remove()
+            target.acceleration = None
+        if way != PLAIN:
+            target.acceleration = Acceleration(self._layers, self._config, fused=way == OURS)
+
+    def run(self, way: str, batch: PackedBatch) -> Callable[[], torch.Tensor]:
+        """A forward of the batch, in this way from now on."""
+        self.use(way)
+        return lambda: self.target.features(batch).features
+
+    def differences(self, batch: PackedBatch) -> dict[str, float]:
+        """Of both packed ways: relative error of the worst document's median token against plain.
+
+        Raises anchors.WrongResult if they compute something else.
+        """
+        truth = self.run(PLAIN, batch)()
+        found = {}
+        for way in (OURS, OWN_LAYERS):
+            states = self.run(way, batch)()
+            found[f"{way}_difference"] = worst = max(document_errors(batch, states, truth))
+            if not worst <= TOLERANCE[truth.dtype]:
+                raise anchors.WrongResult(f"{way} and {PLAIN} differ by {worst:.3g}")
+        return found
+
+
+def weight_bytes(target: Target) -> int:
+    tensors = [*target.model.parameters(), *target.model.buffers()]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def measure(ways: Ways, case: Case, device: str, rounds: int) -> Row:
+    """One row: the three ways on one batch."""
+    target, clock = ways.target, Clock(device)
+    batch = random_batch(case, target.model.config.get_text_config().vocab_size)
+    row: Row = {"case": case.name, "tokens": batch.num_tokens, "documents": batch.num_documents}
+    row |= ways.differences(batch)
+    if device == "cuda":
+        row |= memory(ways, batch)
+    times = timed(ways, batch, device, clock, rounds)
+    product_ms = times.pop("product")
+    operations = TargetCost.of(target).batch(batch)
+    product_rate = anchors.product_flops(device) / product_ms / 1e9
+    row |= {"useful_tflop": operations / 1e12, "product_tflops": product_rate}
+    for way, ms in times.items():
+        rate = operations / ms / 1e9
+        row |= {f"{way}_ms": ms, f"{way}_ktok_s": batch.num_tokens / ms}
+        row |= {f"{way}_tflops": rate, f"{way}_over_product": rate / product_rate}
+    row["over_plain"] = times[PLAIN] / times[OURS]
+    row["own_layers_over_plain"] = times[PLAIN] / times[OWN_LAYERS]
+    row = tidy(row)
+    if device == "cuda":
+        row["kinds"] = kinds(ways, batch)
+    return row
+
+
+def timed(
+    ways: Ways, batch: PackedBatch, device: str, clock: Clock, rounds: int
+) -> dict[str, float]:
+    """Median ms of each way, and of a product, over interleaved rounds of random order."""
+    products = anchors.timed_products(device, clock)
+
+    def forward(way: str) -> float:
+        run = ways.run(way, batch)
+        synchronise(device)
+        begin = clock.mark()
+        run()
+        end = clock.mark()
+        synchronise(device)
+        return clock.ms(begin, end)
+
+    runs: dict[str, Callable[[], float]] = {"product": products}
+    runs |= {way: lambda way=way: forward(way) for way in WAYS}  # type: ignore[misc]
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order, shuffle = list(runs), random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            times[name].append(runs[name]())
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def memory(ways: Ways, batch: PackedBatch) -> Row:
+    """Peaks while a batch is read, and ours over weights and output."""
+    output = batch.num_tokens * len(ways.target.handed_taps) * ways.target.hidden_size
+    least = weight_bytes(ways.target) + output * ways.target.dtype.itemsize
+    row: Row = {"weights_and_output_gib": gib(least)}
+    for way in WAYS:
+        row[f"{way}_peak_gib"] = peak_of("cuda", ways.run(way, batch))
+    return row | {"memory": row[f"{OURS}_peak_gib"] / gib(least)}
+
+
+def kinds(ways: Ways, batch: PackedBatch) -> Row:
+    """ms by kind of kernel, of ours and of plain, and the longest kernels of each."""
+    found: Row = {}
+    for way in (OURS, PLAIN):
+        kernels = kernels_of(ways.run(way, batch))
+        found[way] = tidy(by_kind(kernels)) | {"longest": longest(kernels)}
+    return found
+
+
+def line(row: Row) -> str:
+    """For the terminal: what a row says without its kernels."""
+    text = " ".join(f"{key} {value}" for key, value in row.items() if key != "kinds")
+    for way, shares in row.get("kinds", {}).items():
+        parts = " ".join(f"{kind} {ms}" for kind, ms in shares.items() if kind != "longest")
+        text += f"\n  {way}, ms: {parts}"
+    return text
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = parser_of("target", __doc__)
+    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES))
+    args = parsed(parser, argv, rounds=5, cpu_rounds=3)
+    on_gpu = args.device == "cuda"
+    result: Row = {"benchmark": "target", "options": {"rounds": args.rounds}, "rows": []}
+    for name in args.shapes or (CUDA_SHAPES if on_gpu else CPU_SHAPES):
+        shape = SHAPES[name]
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        ways = Ways(random_target(shape, args.device, dtype))
+        for case in cases(args.device):
+            row = {"shape": name, "layers": shape.cut} | measure(
+                ways, case, args.device, args.rounds
+            )
+            result["rows"].append(row)
+            if args.json is not None:  # after each row, so that a time limit loses nothing
+                save(args.json, result)
+            print(line(row), flush=True)
+        ways.use(PLAIN)
+        del ways  # the next model's peak is its own
+        release(torch.device(args.device))

@@ -1,0 +1,51 @@
+"""How results of `bench target` are shown."""
+
+from __future__ import annotations
+
+from dflash_ext.bench.markdown import Columns, Row, markdown
+from dflash_ext.bench.shapes import FORWARD_MEMORY, FORWARD_OVER_PLAIN, reached
+
+BATCHES: Columns = [
+    ("target", "shape", "{}"),
+    ("layers", "layers", "{}"),
+    ("batch", "case", "{}"),
+    ("tokens/s", "ours_ktok_s", "{:.3g}k"),
+    ("TFLOP/s", "ours_tflops", "{:.3g}"),
+    ("× product", "ours_over_product", "{:.2f}"),
+    ("× plain transformers, SDPA, padded", "over_plain", "{}"),
+    ("packed, transformers' layers, × plain", "own_layers_over_plain", "{:.2f}"),
+    ("peak over weights + output", "memory", "{}"),
+]
+KINDS: Columns = [
+    ("target", "shape", "{}"),
+    ("batch", "case", "{}"),
+    ("forward", "way", "{}"),
+    ("kernels, ms", "ms", "{:.0f}"),
+    ("products", "products", "{}"),
+    ("attention", "attention", "{}"),
+    ("row-wise", "row-wise", "{}"),
+    ("rest", "rest", "{}"),
+]
+
+
+def target_table(result: Row) -> str:
+    """A row per batch; then, if it was measured, where the time goes."""
+    rows, kinds = [], []
+    for row in result["rows"]:
+        shown = dict(row) | {"over_plain": f"{row['over_plain']:.2f}"}
+        if target := FORWARD_OVER_PLAIN.get((row["shape"], row["case"])):
+            at = reached(row["over_plain"], target)
+            shown["over_plain"] += f" ({target.floor:.2f} → {target.goal:.2f}: {at})"
+        if "memory" in row:
+            at = reached(row["memory"], FORWARD_MEMORY, smaller=True)
+            shown["memory"] = f"{row['memory']:.2f} ({FORWARD_MEMORY.floor:.2f}: {at})"
+        rows.append(shown)
+        for way, times in row.get("kinds", {}).items():
+            ms = {k: v for k, v in times.items() if k != "longest"}
+            whole = sum(ms.values())
+            kinds.append(
+                {"shape": row["shape"], "case": row["case"], "way": way, "ms": whole}
+                | {kind: f"{v:.0f} ({v / whole:.0%})" for kind, v in ms.items()}
+            )
+    text = markdown(BATCHES, rows)
+    return f"{text}\n\n{markdown(KINDS, kinds)}" if kinds else text
