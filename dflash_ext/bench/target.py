@@ -37,7 +37,8 @@ from dflash_ext.bench.timing import Clock, synchronise, tidy
 from dflash_ext.rates import TargetCost
 from dflash_ext.record import save
 from dflash_ext.startup import release
-from dflash_ext.target import Target, decoder_layers
+from dflash_ext.target import Target
+from dflash_ext.target_loading import decoder_layers
 
 OURS, OWN_LAYERS, PLAIN = "ours", "own_layers", "plain"
 WAYS = (OURS, OWN_LAYERS, PLAIN)
