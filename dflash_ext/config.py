@@ -55,8 +55,6 @@ class TargetOptions:
 
     def __post_init__(self) -> None:
         _at_least(self, devices=1)
-
-    def __post_init__(self) -> None:
         if self.fp8 and self.dtype == "fp32":
             raise UserError("--target.fp8 needs --target.dtype bf16 (or auto, on a GPU)")
 
