@@ -72,7 +72,7 @@ class Ways:
             target.acceleration.remove()
             target.acceleration = None
         if way != PLAIN:
-            target.acceleration = Acceleration(self._layers, self._config, fused=way == OURS)
+            target.acceleration = Acceleration(list(self._layers), self._config, fused=way == OURS)
 
     def run(self, way: str, batch: PackedBatch) -> Callable[[], torch.Tensor]:
         """A forward of the batch, in this way from now on."""

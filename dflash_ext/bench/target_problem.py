@@ -14,7 +14,8 @@ import torch
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.plan import plan_epoch
-from dflash_ext.target import Target, default_tap_ids
+from dflash_ext.taps import default_tap_ids
+from dflash_ext.target import Target
 
 BUDGET, CPU_BUDGET = 49152, 1024
 DRAWN = 600
