@@ -22,7 +22,13 @@ import torch
 from torch import nn
 
 from dflash_ext.errors import UserError
-from dflash_ext.transformers_api import empty_model, load_pretrained, loading, read_tokenizer
+from dflash_ext.transformers_api import (
+    empty_model,
+    load_pretrained,
+    loading,
+    read_config,
+    read_tokenizer,
+)
 
 log = logging.getLogger(__name__)
 
@@ -289,7 +295,9 @@ def load_weights(
     }
     whole = needs == WHOLE
     if whole and len(devices) == 1:
-        model, found = load_pretrained(path, device_map={"": devices[0]}, **keywords)
+        config = read_config(path, trust_remote_code=trust_remote_code)
+        places: dict[str, torch.device] = {"": devices[0]}
+        model, found = load_pretrained(path, config=config, device_map=places, **keywords)
         check_loaded(path, found, lambda _: False)
         return model
     shape = Shape.read(path, trust_remote_code=trust_remote_code)

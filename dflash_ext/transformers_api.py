@@ -196,14 +196,22 @@ def _one_line(error: Exception) -> str:
 
 
 def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """The config of a directory or hub id. UserError if there is none."""
+    """The config of a directory or hub id, of FP8 weights such that they load as other dtypes.
+
+    UserError if there is none.
+    """
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         reason = _one_line(error)
         raise UserError(f"target {path!r} has no readable config.json: {reason}") from error
+    # transformers' own FP8 products are compiled while they run, or not there at all.
+    stored = getattr(config, "quantization_config", None)
+    if isinstance(stored, dict) and stored.get("quant_method") == "fp8":
+        stored["dequantize"] = True
+    return config
 
 
 @contextlib.contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from test_target import fused_layers, packed, true_taps
 from tiny_targets import one_thread, tiny_model  # noqa: F401
 
@@ -17,6 +20,7 @@ from dflash_ext.initialise import build_drafter
 from dflash_ext.ops.quantise import Quantised, quantise_rows, scaled_product
 from dflash_ext.rates import TargetCost
 from dflash_ext.target import Target
+from dflash_ext.target_loading import WHOLE, Needs
 
 
 def e4m3_numbers() -> np.ndarray:
@@ -30,7 +34,7 @@ def e4m3_numbers() -> np.ndarray:
 NUMBERS = e4m3_numbers()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**31), st.sampled_from([16, 48]), st.booleans(), st.floats(1e-6, 1e6))
 def test_rows_are_rounded_to_the_nearest_number_of_their_grid(seed, K, gated, size):
     generator = torch.Generator().manual_seed(seed)
@@ -98,6 +102,31 @@ def test_a_drafter_takes_its_weights_from_a_target_in_fp8():
     )
     found = drafter.layers[0].mlp.up_proj.weight
     assert (found - weight.float()).norm() < 0.04 * weight.float().norm()
+
+
+def test_a_checkpoint_in_fp8_loads_as_the_numbers_it_stands_for(tmp_path):
+    """Blocks of 32 x 32 with a scale each, as DeepSeek and Qwen publish them (128 x 128)."""
+    tiny_model("qwen3", head_dim=64).bfloat16().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors, truth = load_file(tmp_path / "model.safetensors"), {}
+    for name in [name for name in tensors if "proj" in name]:
+        blocks = tensors[name].float().unflatten(1, (-1, 32)).unflatten(0, (-1, 32))
+        scale = blocks.abs().amax((1, 3)) / 448
+        values = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors[name] = values.flatten(2).flatten(0, 1)
+        tensors[f"{name}_scale_inv"] = scale
+        truth[name] = (values.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for needs in (WHOLE, Needs("taps", head=False)):
+        target = Target.load(tmp_path, dtype="bf16", tap_ids=(0, 1), needs=needs)
+        loaded = {n: p for n, p in target.model.named_parameters() if n in truth}
+        assert len(loaded) == 7 * (4 if needs is WHOLE else 2)
+        for name, parameter in loaded.items():
+            assert torch.equal(parameter, truth[name].bfloat16())
+        target.quantise()
+        assert fused_layers(target) == (4 if needs is WHOLE else 2)
 
 
 def test_what_cannot_be_in_fp8_is_refused():
