@@ -35,7 +35,7 @@ def test_load_from_a_directory(tmp_path, capfd):
 
 
 def test_load_errors_are_one_line(tmp_path):
-    with pytest.raises(UserError, match="has no readable config.json") as error:
+    with pytest.raises(UserError, match=r"has no readable config\.json") as error:
         Target.load(tmp_path)
     assert "\n" not in str(error.value)
     (tmp_path / "config.json").write_text(
