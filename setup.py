@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -23,6 +24,8 @@ TRITON = "3.6.0"  # as in pyproject.toml: what the kernels were tuned and checke
 GIB = 2**30
 JOB_MEMORY = 1.5 * GIB  # one Triton or C++ compile at its peak, measured, rounded up
 CXX_FLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra"
+# A call costs the same with either (4.0 us for 32 arguments); pybind11 compiles a quarter faster.
+FLAGS = {"bindings": "-O1"}
 # The CPU operator is one source compiled per instruction set and chosen at run time.
 X86_FLAGS = {
     "attention_avx2": "-mavx2 -mfma",
@@ -48,6 +51,7 @@ def escape(path: object) -> str:
 
 def write_ninja(build: Path, output: Path) -> Path:
     import triton
+    from dflash_kernels import launchers
     from dflash_kernels.variants import (
         parse_architectures,
         unit_digest,
@@ -66,15 +70,16 @@ def write_ninja(build: Path, output: Path) -> Path:
             f"isolation (the default), or pip install triton=={TRITON} first"
         )
     archs = " ".join(map(str, architectures))
-    kernels = ROOT / "python" / "dflash_kernels"
+    package = ROOT / "python" / "dflash_kernels"
     includes = [ROOT / "csrc", build / "generated", sysconfig.get_path("include")]
+    step = f"{escape(sys.executable)} -IS {escape(package / 'forks.py')}"
     lines = [
         f"includes = {' '.join(f'-I{escape(i)}' for i in includes)}",
-        "rule aot",
-        f"  command = {escape(sys.executable)} -m dflash_kernels.compile $args # $declared",
+        "rule compile",
+        f"  command = {step} compile $args # $declared",
         "  description = triton $args",
         "rule embed",
-        f"  command = {escape(sys.executable)} -m dflash_kernels.embed $args",
+        f"  command = {step} embed $args",
         "  description = embed",
         "rule cxx",
         f"  command = c++ {CXX_FLAGS} $flags $includes -MMD -MF $out.d -c $in -o $out",
@@ -85,8 +90,28 @@ def write_ninja(build: Path, output: Path) -> Path:
         "  command = c++ -shared $in -o $out -ldl -pthread -Wl,-z,noexecstack -Wl,--gc-sections -s",
         "  description = link $out",
     ]
+    generated = build / "generated"
+    launchers.write(generated)
+    objects: list[Path] = []
+
+    def compile_source(source: Path, waits_for: str = "") -> None:
+        objects.append(build / "obj" / f"{source.stem}_{source.parent.name}.o")
+        lines.extend(
+            [
+                f"build {escape(objects[-1])}: cxx {escape(source)} {waits_for}",
+                f"  flags = {(FLAGS | X86_FLAGS).get(source.stem, '')}",
+            ]
+        )
+
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    sources = sorted([*(ROOT / "csrc").glob("*.cpp"), *(ROOT / "csrc" / "cpu").glob("*.cpp")])
+    table = ROOT / "csrc" / "images.cpp"
+    for source in sources:
+        if source != table and (x86 or source.stem not in X86_FLAGS):
+            compile_source(source)
+
     aot = build / "aot"
-    compiler = [kernels / f"{name}.py" for name in ("compile", "gates", "spec")]
+    compiler = [package / f"{name}.py" for name in ("compile", "gates", "spec")]
     images: list[Path] = []
     for name, head_dim in units():
         made = unit_variants(name, head_dim, architectures)
@@ -94,41 +119,24 @@ def write_ninja(build: Path, output: Path) -> Path:
         images += outputs
         outs = " ".join(escape(o) for o in outputs)
         # Another kernel's code or tiles compile nothing again here.
-        sources = " ".join(escape(p) for p in [*unit_sources(name), *compiler])
+        code = " ".join(escape(p) for p in [*unit_sources(name), *compiler])
         lines += [
-            f"build {outs}: aot | {sources}",
+            f"build {outs}: compile | {code}",
             f"  args = {name} {head_dim} {escape(aot)} {archs}",
             f"  declared = {unit_digest(made)}",
         ]
-    generated = build / "generated"
-    written = [
-        "images.S",
-        "images.inc",
-        "kernel_ids.inc",
-        "launchers.inc",
-        "report.inc",
-        "report.json",
-    ]
-    inputs = " ".join(escape(i) for i in [*images, kernels / "embed.py", kernels / "variants.py"])
+    written = ["images.S", "images.inc", "report.inc", "report.json"]
+    inputs = " ".join(escape(i) for i in [*images, package / "embed.py", package / "variants.py"])
+    # Ninja starts first what most steps in a row wait for. By waiting for the C++ too, which it
+    # does not read, this one keeps the slow bindings.cpp from being left for the end.
     lines += [
-        f"build {' '.join(escape(generated / m) for m in written)}: embed | {inputs}",
+        f"build {' '.join(escape(generated / m) for m in written)}: embed | {inputs} || "
+        + " ".join(escape(o) for o in objects),
         f"  args = {escape(aot)} {escape(generated)} {archs}",
     ]
-    headers = " ".join(escape(generated / m) for m in written if m.endswith(".inc"))
-    sources = sorted([*(ROOT / "csrc").glob("*.cpp"), *(ROOT / "csrc" / "cpu").glob("*.cpp")])
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    objects = []
-    for source in [*sources, generated / "images.S"]:
-        if source.stem in X86_FLAGS and not x86:
-            continue
-        obj = build / "obj" / f"{source.stem}_{source.parent.name}.o"
-        objects.append(obj)
-        # .incbin reads the images, so the assembly depends on them and not only on its text.
-        extra = " ".join(escape(i) for i in images) if source.suffix == ".S" else ""
-        lines += [
-            f"build {escape(obj)}: cxx {escape(source)} | {extra} || {headers}",
-            f"  flags = {X86_FLAGS.get(source.stem, '')}",
-        ]
+    compile_source(table, f"|| {escape(generated / 'images.inc')}")
+    # .incbin reads the images, so the assembly depends on them and not only on its text.
+    compile_source(generated / "images.S", "| " + " ".join(escape(i) for i in images))
     objs = " ".join(escape(o) for o in objects)
     lines += [f"build {escape(output)}: link {objs}", f"default {escape(output)}", ""]
     build.mkdir(parents=True, exist_ok=True)
@@ -139,7 +147,7 @@ def write_ninja(build: Path, output: Path) -> Path:
 
 
 def build_environment() -> dict[str, str]:
-    """What the commands find beside their arguments: our modules, and the build requirements.
+    """What the C++ compiler finds beside its arguments: the build requirements' headers.
 
     pip's build isolation puts triton and pybind11 into a folder of another name each time. In the
     environment they reach the commands without becoming part of them, and ninja, which compares
@@ -149,10 +157,16 @@ def build_environment() -> dict[str, str]:
     import triton
 
     cuda = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), *filter(None, sys.path)]),
-        "CPLUS_INCLUDE_PATH": os.pathsep.join([pybind11.get_include(), str(cuda)]),
-    }
+    paths = os.pathsep.join([pybind11.get_include(), str(cuda)])
+    return os.environ | {"CPLUS_INCLUDE_PATH": paths}
+
+
+def build_steps() -> dict[str, Callable[[list[str]], None]]:
+    """The steps that need Triton or the declarations, as the forks do them."""
+    from dflash_kernels import compile, embed
+
+    compile.warm()
+    return {"compile": compile.main, "embed": embed.main}
 
 
 class NinjaBuild(build_ext):
@@ -164,9 +178,16 @@ class NinjaBuild(build_ext):
         started = time.time()
         ninja_file = write_ninja(build, output)
         import ninja
+        from dflash_kernels import forks
 
         command = [Path(ninja.BIN_DIR) / "ninja", "-f", ninja_file, "-j", str(parallel_jobs())]
-        done = subprocess.run([str(c) for c in command], cwd=build, env=build_environment())
+        with forks.server(build_steps) as requests:
+            done = subprocess.run(
+                [str(c) for c in command],
+                cwd=build,
+                env=build_environment() | {forks.VARIABLE: str(requests)},
+                pass_fds=[requests],
+            )
         if done.returncode:
             raise SystemExit("error: building dflash_ext._C failed; the failing command is above")
         self.print_report(build, output, time.time() - started)

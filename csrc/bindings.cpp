@@ -9,15 +9,12 @@
 #include "cpu/attention.h"
 #include "driver.h"
 #include "kernels.h"
-#include "tensor_map.h"
+#include "launchers.h"
 
 namespace py = pybind11;
 
 namespace dflash {
 namespace {
-
-#include "launchers.inc"  // generated: one typed function per kernel, bind_launchers()
-#include "report.inc"     // generated: static const char kBuildReport[]
 
 using Strides = std::array<int64_t, 10>;  // (row, head) of q, k_ctx, v_ctx, k_blk, v_blk
 using Inputs = std::array<uint64_t, 5>;   // the same tensors' addresses
@@ -54,6 +51,75 @@ void attention_cpu_backward(const cpu::Shape& shape, const Inputs& inputs, const
                           pointer<void>(grads[3]), pointer<void>(grads[4]), threads);
 }
 
+// A function per launcher by one template instance: pybind11's own handling of 28 signatures with up
+// to 40 arguments took half of this file's compile time, and takes twice as long per call.
+class Binding {
+ public:
+  explicit Binding(const Launcher& launcher) : launcher_(&launcher) {
+    for (size_t i = 0; i < launcher.num_parameters; ++i)
+      names_.push_back(PyUnicode_InternFromString(launcher.parameters[i].name));
+  }
+
+  void operator()(int device, uint64_t stream, int head_dim, const py::kwargs& given) const {
+    std::array<Value, kMaxParameters> values;
+    for (size_t i = 0; i < names_.size(); ++i) {
+      PyObject* object = PyDict_GetItemWithError(given.ptr(), names_[i]);
+      if (!object) refuse(std::string("needs ") + launcher_->parameters[i].name);
+      values[i] = convert(launcher_->parameters[i], object);
+    }
+    if (given.size() != names_.size()) refuse_unknown(given);
+    // The driver call can wait for the device's queue: never hold the GIL over it.
+    py::gil_scoped_release release;
+    launcher_->launch({device, stream, head_dim, values.data()});
+  }
+
+ private:
+  Value convert(const Parameter& parameter, PyObject* object) const {
+    Value value{};
+    switch (parameter.kind) {
+      case Kind::address:
+        value.address = PyLong_AsUnsignedLongLong(object);
+        break;
+      case Kind::int32: {
+        const long number = PyLong_AsLong(object);
+        value.int32 = int32_t(number);
+        if (value.int32 != number) refuse(parameter.name + std::string(" is not an int32"));
+        break;
+      }
+      case Kind::float32:
+        value.float32 = float(PyFloat_AsDouble(object));
+        break;
+    }
+    if (PyErr_Occurred()) {
+      PyErr_Clear();
+      const char* expected[] = {"an address", "an int32", "a float"};
+      refuse(parameter.name + std::string(" is not ") + expected[int(parameter.kind)]);
+    }
+    return value;
+  }
+
+  [[noreturn]] void refuse(const std::string& what) const {
+    throw py::type_error(launcher_->name + std::string(": ") + what);
+  }
+
+  [[noreturn]] void refuse_unknown(const py::kwargs& given) const {
+    std::string unknown;
+    for (const auto& [name, value] : given)
+      if (std::none_of(names_.begin(), names_.end(),
+                       [&, wanted = name](PyObject* n) { return wanted.equal(py::handle(n)); }))
+        unknown = py::str(name);
+    refuse("does not take " + unknown);
+  }
+
+  const Launcher* launcher_;
+  std::vector<PyObject*> names_;  // interned, so that a lookup compares addresses; never released
+};
+
+void bind(py::module_& module, const Launcher& launcher) {
+  module.def(launcher.name, Binding(launcher), py::kw_only(), py::arg("device"), py::arg("stream"),
+             py::arg("head_dim"));
+}
+
 }  // namespace
 }  // namespace dflash
 
@@ -77,7 +143,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("attention_cpu_backward", &attention_cpu_backward, release);
   module.def("cpu_instruction_set", &cpu::instruction_set);
 
-  bind_launchers(module);
+  for (size_t i = 0; i < kNumLaunchers; ++i) bind(module, kLaunchers[i]);
   module.def("warmup", &warmup, py::arg("device"), release,
              "Load every kernel image for a CUDA device now (before capturing a graph).");
   module.def("describe_device", &describe_device, py::arg("device"),
@@ -97,7 +163,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("driver_error", [] { return driver().error; },
              "Why there is no usable NVIDIA driver; empty if there is one.");
   module.def("built_architectures", &built_architectures);
-  module.def("build_report", [] { return std::string(kBuildReport); },
+  module.def("build_report", &build_report,
              "JSON list of the embedded images: kernel, head_dim, sm, bytes, registers, stack.");
   module.attr("KEY_TILE") = kKeyTile;
 }

@@ -13,8 +13,6 @@
 
 namespace dflash {
 
-#include "images.inc"  // generated: extern "C" labels and static const Image kImages[]
-
 namespace {
 
 struct Loaded {
@@ -92,7 +90,7 @@ const DeviceState* load_device(int index) {
         "cuDeviceGetAttribute");
   check(d.cuDevicePrimaryCtxRetain(&state->context, device), "cuDevicePrimaryCtxRetain");
   ContextScope scope(d, state->context);
-  for (const Image& image : kImages) {
+  for (const Image& image : images()) {
     if (image.sm != state->choice.sm || image.is_ptx != state->choice.is_ptx) continue;
     state->table[int(image.kernel)][head_dim_slot(image.head_dim)] = load_image(d, image, *state);
   }
@@ -133,7 +131,7 @@ std::string join(const std::set<int>& values, const char* prefix) {
 
 std::vector<int> built_architectures() {
   std::set<int> built;
-  for (const Image& image : kImages)
+  for (const Image& image : images())
     if (!image.is_ptx) built.insert(image.sm);
   return {built.begin(), built.end()};
 }
@@ -141,7 +139,7 @@ std::vector<int> built_architectures() {
 ImageChoice choose_image(int sm, const std::string& device_name) {
   int best = 0, ptx = 0;
   std::set<int> built, fallback;
-  for (const Image& image : kImages) {
+  for (const Image& image : images()) {
     (image.is_ptx ? fallback : built).insert(image.sm);
     if (image.is_ptx && image.sm <= sm) ptx = std::max(ptx, image.sm);
     // A cubin of 8.x runs on 8.y >= 8.x, but one for sm_80 uses shared memory sm_86 and 89 lack.
@@ -156,7 +154,7 @@ ImageChoice choose_image(int sm, const std::string& device_name) {
                            join(fallback, "sm_") + "; rebuild with DFLASH_SM naming its architecture");
 }
 
-void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** values,
+void launch(KernelId kernel, int device, uint64_t stream, int head_dim, const void** values,
             const size_t* sizes, size_t count, uint64_t counter, const Grid& grid) {
   const Driver& d = require_driver();
   const DeviceState& state = device_state(device);
@@ -164,7 +162,7 @@ void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** v
   const Loaded loaded = slot < 0 ? Loaded{} : state.table[int(kernel)][slot];
   if (!loaded.kernel) {
     std::set<int> dims;
-    for (const Image& image : kImages)
+    for (const Image& image : images())
       if (image.kernel == kernel) dims.insert(image.head_dim);
     throw std::runtime_error(std::string(kKernelNames[int(kernel)]) + ": no kernel for head_dim " +
                              std::to_string(head_dim) + " on " + state.name + "; built are " +
@@ -185,7 +183,7 @@ void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** v
   }
   const auto queue = reinterpret_cast<CUstream>(stream);
   if (counter) check(d.cuMemsetD32Async(counter, 0, 1, queue), "cuMemsetD32Async");
-  CUdeviceptr no_scratch = 0;  // Triton's global and profile scratch: the build checks both unused
+  const CUdeviceptr no_scratch = 0;  // Triton's global and profile scratch: the build checks both unused
   values[count] = &no_scratch;
   values[count + 1] = &no_scratch;
   CUlaunchConfig config{};
@@ -196,7 +194,8 @@ void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** v
   config.sharedMemBytes = unsigned(loaded.image->shared_bytes);
   config.hStream = queue;
   // A CUkernel is launched through the CUfunction type: the driver resolves it per context.
-  check(d.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(loaded.kernel), values, nullptr),
+  check(d.cuLaunchKernelEx(&config, reinterpret_cast<CUfunction>(loaded.kernel),
+                           const_cast<void**>(values), nullptr),
         std::string("launching ") + kKernelNames[int(kernel)] + " on " + state.name);
 }
 

@@ -24,6 +24,12 @@ struct Image {
   int shared_bytes;
 };
 
+// Everything the build embedded.
+const std::vector<Image>& images();
+
+// JSON list, an object per image: kernel, head_dim, sm, bytes, registers, stack.
+const char* build_report();
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Architecture of the image a device of compute capability sm (for example 90) runs, and whether it
@@ -40,7 +46,7 @@ ImageChoice choose_image(int sm, const std::string& device_name);
 // the image's tile and the device's multiprocessors; 0 programs launch nothing. `counter` (0: none)
 // is the address of an int32 to zero first. Works from any thread, also one without a context.
 using Grid = std::function<int64_t(int64_t tile, int64_t multiprocessors)>;
-void launch(KernelId kernel, int device, uint64_t stream, int head_dim, void** values,
+void launch(KernelId kernel, int device, uint64_t stream, int head_dim, const void** values,
             const size_t* sizes, size_t count, uint64_t counter, const Grid& grid);
 
 // The device's context for a scope: encoding a tensor map needs one, like launching.

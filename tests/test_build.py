@@ -44,7 +44,7 @@ from dflash_kernels import compile, variants
 kernel = variants.kernel_named("attention_bwd_dq")
 deep = {128: kernel.choices[128] | dict(STAGES=4)}       # a tile that only large GPUs can hold
 large = dataclasses.replace(kernel, choices=deep, small={})
-compile.build(variants.Variant(large, 128, 86), pathlib.Path(tempfile.mkdtemp()))
+compile.build([variants.Variant(large, 128, 86)], pathlib.Path(tempfile.mkdtemp()))
 """
     done = run(script)
     last = done.stderr.splitlines()[-1]
@@ -59,7 +59,7 @@ import dataclasses, tempfile, pathlib
 from dflash_kernels import compile, variants
 kernel = variants.kernel_named("attention_layout")
 variant = variants.Variant(kernel, 0, 90)
-ptx = compile.compile_variant(variant)[0].asm["ptx"]
+ptx = compile.compile_variant(variant).ptx
 compile.abi_gate(variant, ptx)                            # agrees as declared
 wrong = dataclasses.replace(kernel, arguments=kernel.arguments | {"num_ctx": "i32*"})
 compile.abi_gate(variants.Variant(wrong, 0, 90), ptx)
@@ -117,15 +117,55 @@ runpy.run_path("setup.py")
 
 
 @needs_triton
-def test_images_are_reproducible(tmp_path: Path) -> None:
+def test_images_are_reproducible_and_owe_nothing_to_their_neighbours(tmp_path: Path) -> None:
+    """Made one by one or by the job of all architectures: the same bytes and records."""
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    alone.mkdir()
+    shared.mkdir()
+    script = """
+import pathlib
+from dflash_kernels import compile, variants
+for variant in variants.unit_variants("attention_layout", 0, (80, 86, 90)):
+    compile.build([variant], pathlib.Path({folder!r}))
+"""
+    done = run(script.format(folder=str(alone)))
+    assert not done.returncode, done.stderr
     command = [sys.executable, "-m", "dflash_kernels.compile", "attention_layout", "0"]
-    images = []
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        env = os.environ | {"PYTHONPATH": str(PYTHON), "TRITON_INTERPRET": "0"}
-        subprocess.run([*command, str(tmp_path / name), "90"], check=True, env=env)
-        images.append((tmp_path / name / "attention_layout_sm90.bin").read_bytes())
-    assert images[0] == images[1]
+    env = os.environ | {"PYTHONPATH": str(PYTHON), "TRITON_INTERPRET": "0"}
+    subprocess.run([*command, str(shared), "80", "86", "90"], check=True, env=env)
+    made = {file.name: file.read_bytes() for file in shared.iterdir()}
+    assert len(made) == 2 * (3 + 1)
+    assert made == {file.name: file.read_bytes() for file in alone.iterdir()}
+    assert b".target sm_80\n" in made["attention_layout_sm80_ptx.bin"]
+
+
+@needs_triton
+def test_only_equal_tiles_share_their_code() -> None:
+    """One kernel has another tile on small devices (sm_86, 120, and the PTX), one has not."""
+    script = """
+from types import SimpleNamespace
+from dflash_kernels import compile, variants
+def compile_variant(variant, ttir=""):
+    calls.append(f"compile sm_{variant.sm}" + f" from {ttir}" * bool(ttir))
+    return SimpleNamespace(ttir=f"sm_{variant.sm}")
+def assemble(code, sm):
+    calls.append(f"assemble sm_{sm} from {code.ttir}")
+    return code
+compile.compile_variant, compile.assemble, compile.write = compile_variant, assemble, lambda *_: 0
+for name, dim in (("attention_bwd_dkv", 128), ("swiglu_fwd", 0)):
+    calls = []
+    compile.build(variants.unit_variants(name, dim, (80, 86, 90, 120)), None)
+    print("; ".join(calls))
+"""
+    different, same = run(script).stdout.splitlines()
+    assert different == (
+        "compile sm_80; compile sm_86; compile sm_90 from sm_80; compile sm_120 from sm_86; "
+        "assemble sm_80 from sm_86"
+    )
+    assert same == (
+        "compile sm_80; assemble sm_86 from sm_80; compile sm_90 from sm_80; "
+        "compile sm_120 from sm_80"
+    )
 
 
 def test_report_covers_every_variant_built() -> None:

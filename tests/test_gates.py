@@ -149,7 +149,7 @@ from dflash_kernels import compile, variants
 kernel = variants.kernel_named("{kernel}")
 tile = kernel.choices[128] | dict({tile})
 wide = dataclasses.replace(kernel, choices={{128: tile}})
-compile.build(variants.Variant(wide, 128, 90), pathlib.Path(tempfile.mkdtemp()))
+compile.build([variants.Variant(wide, 128, 90)], pathlib.Path(tempfile.mkdtemp()))
 """
 
 
@@ -171,8 +171,8 @@ def test_a_map_that_the_launcher_encodes_otherwise_fails_the_build() -> None:
     script = """
 from dflash_kernels import compile, variants
 variant = variants.Variant(variants.kernel_named("attention_tma_fwd"), 64, 90)
-compiled, _ = compile.compile_variant(variant)
-ptx, maps = compiled.asm["ptx"], compiled.metadata.tensordesc_meta
+code = compile.compile_variant(variant)
+ptx, maps = code.ptx, code.metadata.tensordesc_meta
 compile.map_gate(variant, ptx, maps)                      # agrees as declared
 try:
     compile.map_gate(variant, ptx.replace("param_1]", "param_6]"), maps)

@@ -259,6 +259,34 @@ def test_errors_are_one_line(stub: dict[str, Path], script: str, env: dict, mess
     assert done.stderr.splitlines()[-1].startswith("RuntimeError: ")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate_row": None}, "swiglu_fwd: needs gate_row"),
+        ({"depth": 3}, "swiglu_fwd: does not take depth"),
+        ({"rows": 2**31}, "swiglu_fwd: rows is not an int32"),
+        ({"rows": 1.5}, "swiglu_fwd: rows is not an int32"),
+        ({"gate_ptr": -1}, "swiglu_fwd: gate_ptr is not an address"),
+        ({"gate_ptr": 2**64}, "swiglu_fwd: gate_ptr is not an address"),
+        ({"eps": "small"}, "head_norm_rope_fwd: eps is not a float"),
+    ],
+)
+def test_arguments_are_checked_before_any_driver_is_asked(change: dict, message: str) -> None:
+    from dflash_ext import _C
+
+    swiglu = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), 4096)
+    swiglu |= dict.fromkeys(("gate_row", "up_row", "out_row", "width", "rows"), 8)
+    rope = dict.fromkeys(("x_ptr", "weight_ptr", "cos_ptr", "sin_ptr", "out_ptr"), 4096)
+    rope |= dict.fromkeys(("x_row", "x_head", "out_row", "out_head", "table_row"), 8)
+    rope |= {"rows": 1, "heads": 1, "group": 1, "normed": 1}
+    name = message.split(":")[0]
+    given = (swiglu if name == "swiglu_fwd" else rope) | change
+    arguments = {key: value for key, value in given.items() if value is not None}
+    with pytest.raises(TypeError) as error:
+        getattr(_C, name)(device=0, stream=0, head_dim=0, **arguments)
+    assert str(error.value) == message
+
+
 def test_parameter_size_mismatch_stops_the_launch(stub: dict[str, Path]) -> None:
     done = run(stub["with_param_info"], "forward()", STUB_PARAM_BYTES=8)
     assert "parameter 5 has 8 bytes, the launcher passes 4" in done.stderr.splitlines()[-1]

@@ -24,8 +24,8 @@ SIGMA = 0.7
 
 @dataclass(frozen=True)
 class Shape:
-    family: str
-    """Of the classes' names in transformers."""
+    model_type: str
+    """As transformers calls it."""
     layers: int
     """Of the whole model."""
     options: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Shape:
 
 SHAPES = {
     "qwen3-8b": Shape(
-        "Qwen3",
+        "qwen3",
         36,
         {
             "hidden_size": 4096,
@@ -57,7 +57,7 @@ SHAPES = {
         },
     ),
     "qwen3-moe-30b-a3b": Shape(
-        "Qwen3Moe",
+        "qwen3_moe",
         48,
         {
             "hidden_size": 2048,
@@ -75,7 +75,7 @@ SHAPES = {
         },
     ),
     "smollm2-135m": Shape(
-        "Llama",
+        "llama",
         30,
         {
             "hidden_size": 576,
@@ -87,7 +87,7 @@ SHAPES = {
         },
     ),
     "tiny-qwen3": Shape(
-        "Qwen3",
+        "qwen3",
         4,
         {
             "hidden_size": 64,
@@ -146,8 +146,8 @@ def random_target(shape: Shape, device: str, dtype: torch.dtype) -> Target:
     """Weights drawn where they stay; accelerated as far as that agrees with the model."""
     import transformers
 
-    config = getattr(transformers, f"{shape.family}Config")(
-        num_hidden_layers=shape.cut, tie_word_embeddings=False, **shape.options
+    config = transformers.AutoConfig.for_model(
+        shape.model_type, num_hidden_layers=shape.cut, tie_word_embeddings=False, **shape.options
     )
     torch.manual_seed(0)
     with torch.device(device):

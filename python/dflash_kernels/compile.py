@@ -11,6 +11,7 @@ below its tile's speed (serialised matrix products, spills in a loop of products
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,14 @@ os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # an image from the cache comes witho
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.runtime.cache import triton_key
 
 from dflash_kernels.gates import serialised_products, spills_in_product_loops
 from dflash_kernels.spec import TYPES, Argument, Computed, TensorMap, VectorMap, check_signature
-from dflash_kernels.variants import Variant, kernel_named, unit_variants
+from dflash_kernels.variants import SHARED_MEMORY_LIMIT, Variant, kernel_named, unit_variants
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Appended by Triton to every kernel: global and profile scratch, both unused here.
@@ -44,11 +47,10 @@ class GateError(RuntimeError):
     """The compiled image must not be shipped."""
 
 
-def compile_variant(variant: Variant) -> tuple[Any, str]:
-    """Triton's compiled kernel and what ptxas said about it."""
+def frontend(variant: Variant) -> ASTSource:
+    """The kernel's Python as Triton wants to be given it."""
     kernel = variant.kernel
-    constants = dict(variant.constants)
-    num_warps = constants.pop("num_warps")
+    constants = {n: v for n, v in variant.constants.items() if n != "num_warps"}
     signature: dict[str, str] = {}
     promises: dict[tuple[int], list[list[Any]]] = {}
     for index, name in enumerate(kernel.fn.arg_names):
@@ -59,15 +61,47 @@ def compile_variant(variant: Variant) -> tuple[Any, str]:
         signature[name] = signature_type(kind, constants, kernel.fn.is_gluon())
         if isinstance(kind, str) and TYPES[kind][3] > 1:
             promises[(index,)] = [["tt.divisibility", TYPES[kind][3]]]
-    source = (GluonASTSource if kernel.fn.is_gluon() else ASTSource)(
-        kernel.fn, signature, constants, promises
-    )
-    options = {"num_warps": num_warps, "enable_fp_fusion": True}
+    source = GluonASTSource if kernel.fn.is_gluon() else ASTSource
+    return source(kernel.fn, signature, constants, promises)
+
+
+@dataclass(frozen=True)
+class Code:
+    """What Triton makes of one variant: PTX, its description, the cubin and ptxas's log."""
+
+    ttir: str
+    """Triton's representation before any architecture is known; "" from Gluon, which has none."""
+    ptx: str
+    metadata: Any
+    cubin: bytes
+    log: str
+
+
+def compile_variant(variant: Variant, ttir: str = "") -> Code:
+    """Through all of Triton, or from `ttir` of a variant with the same constants on."""
+    log = io.StringIO()
+    with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file, contextlib.redirect_stdout(log):
+        file.write(ttir)
+        file.flush()
+        compiled = triton.compile(
+            file.name if ttir else frontend(variant),
+            target=GPUTarget("cuda", variant.sm, 32),
+            options={"num_warps": variant.constants["num_warps"], "enable_fp_fusion": True},
+        )
+    asm = compiled.asm
+    return Code(asm.get("ttir", ""), asm["ptx"], compiled.metadata, asm["cubin"], log.getvalue())
+
+
+def assemble(code: Code, sm: int) -> Code:
+    """The same PTX for another architecture of its family, by Triton's own call of ptxas."""
+    target = GPUTarget("cuda", sm, 32)
+    backend = make_backend(target)
+    options = backend.parse_options({"enable_fp_fusion": True})
+    ptx = re.sub(r"\.target sm_\d+", f".target sm_{sm}", code.ptx)
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
-        target = GPUTarget("cuda", variant.sm, 32)
-        compiled = triton.compile(source, target=target, options=options)
-    return compiled, log.getvalue()
+        cubin = backend.make_cubin(ptx, {}, options, sm)
+    return replace(code, ptx=ptx, cubin=cubin, log=log.getvalue())
 
 
 def signature_type(kind: Argument, constants: dict[str, Any], gluon: bool) -> str:
@@ -159,6 +193,7 @@ def speed_gate(variant: Variant, log: str, cubin: bytes) -> None:
         )
 
 
+@functools.cache  # the fallback PTX has often been assembled as the image of sm_80
 def cuobjdump(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -177,16 +212,43 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(found[1]), "stack_bytes": int(found[2])}
 
 
-def build(variant: Variant, out: Path) -> None:
-    compiled, log = compile_variant(variant)
-    ptx, cubin, metadata = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
-    abi_gate(variant, ptx)
-    map_gate(variant, ptx, metadata.tensordesc_meta or [])
+def build(made: list[Variant], out: Path) -> None:
+    """One compile job. What Triton need not do twice for its variants it does once.
+
+    All that is known before an architecture is, is the same for equal constants (TTIR); all of
+    sm_8x takes the same PTX, and the fallback is that PTX.
+    """
+    ttir: dict[str, str] = {}
+    codes: dict[tuple[str, int], Code] = {}
+    for variant in made:
+        constants = repr(variant.constants)
+        known = [c for (k, sm), c in codes.items() if k == constants and same_ptx(sm, variant.sm)]
+        if (constants, variant.sm) not in codes:
+            codes[constants, variant.sm] = (
+                assemble(known[0], variant.sm)
+                if known
+                else compile_variant(variant, ttir.get(constants, ""))
+            )
+        code = codes[constants, variant.sm]
+        ttir.setdefault(constants, code.ttir)
+        write(variant, code, out)
+
+
+def same_ptx(sm: int, other: int) -> bool:
+    """sm_80 to 89 differ in nothing that these kernels use, so only ptxas need tell them apart."""
+    return sm // 10 == other // 10 == 8
+
+
+def write(variant: Variant, code: Code, out: Path) -> None:
+    """Through the gates, then the image and its record into `out`."""
+    metadata = code.metadata
+    abi_gate(variant, code.ptx)
+    map_gate(variant, code.ptx, metadata.tensordesc_meta or [])
     shared_memory_gate(variant, metadata.shared)
-    speed_gate(variant, log, cubin)
+    speed_gate(variant, code.log, code.cubin)
     if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
         raise GateError(f"{variant.stem}: needs scratch memory or clusters, the launcher has none")
-    image = ptx.encode() + b"\0" if variant.ptx else cubin
+    image = code.ptx.encode() + b"\0" if variant.ptx else code.cubin
     record = {
         "kernel": variant.kernel.name,
         "head_dim": variant.head_dim,
@@ -198,10 +260,19 @@ def build(variant: Variant, out: Path) -> None:
         "ptx": variant.ptx,
         "bytes": len(image),
         "constants": variant.constants,
-        **resource_usage(cubin),
+        **resource_usage(code.cubin),
     }
     (out / f"{variant.stem}.bin").write_bytes(image)
     (out / f"{variant.stem}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def warm() -> None:
+    """Works out what Triton remembers for a process's later compilations and for its forks."""
+    triton_key()
+    for sm in SHARED_MEMORY_LIMIT:
+        backend = make_backend(GPUTarget("cuda", sm, 32))
+        backend.hash()
+        backend.parse_options({}).hash()
 
 
 def main(argv: list[str]) -> None:
@@ -209,12 +280,11 @@ def main(argv: list[str]) -> None:
     check_signature(kernel_named(name))
     with tempfile.TemporaryDirectory() as cache:  # never a stale image from a user's cache
         os.environ["TRITON_CACHE_DIR"] = cache
-        for variant in unit_variants(name, int(head_dim), tuple(map(int, architectures))):
-            build(variant, Path(out))
+        try:
+            build(unit_variants(name, int(head_dim), tuple(map(int, architectures))), Path(out))
+        except GateError as error:
+            raise SystemExit(f"compile gate: {error}") from None
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except GateError as error:
-        raise SystemExit(f"compile gate: {error}") from None
+    main(sys.argv[1:])
