@@ -35,8 +35,6 @@ class Packing:
         self._doc_starts = doc_starts
         self._layouts: dict[tuple[torch.device, int | None], AttentionLayout] = {}
         self._tables: dict[int, tuple[Tensor, RopeTables]] = {}
-        self.calls = 0
-        """Layers whose attention came here."""
 
     def attention(
         self,
@@ -49,7 +47,6 @@ class Packing:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """[T, Hq, D] of q [T, Hq, D], k and v [T, Hkv, D]: `causal_attention` of the documents."""
-        self.calls += 1
         key = q.device, window
         if key not in self._layouts:
             self._layouts[key] = causal_layout(self._doc_starts, q.device, window)
