@@ -181,7 +181,7 @@ def test_a_barrier_stands_between_reads_and_writes_in_the_machine_code(tmp_path)
         "import sys; from dflash_kernels import compile as c, variants\n"
         "for name in sys.argv[1:]:\n"
         "    variant = variants.Variant(variants.kernel_named(name), 0, 90)\n"
-        "    image = c.compile_variant(variant)[0].asm['cubin']\n"
+        "    image = c.compile_variant(variant).cubin\n"
         "    print('=', name, c.cuobjdump(image, '-sass'))"
     )
     root = Path(__file__).parents[1] / "python"
