@@ -37,7 +37,7 @@ TESTS = (
     *("acceleration", "causal", "target_loading", "split_target", "startup", "identity"),
     *("generate", "drafter", "trainer", "loss", "initialise", "muon", "optim", "checkpoint"),
     *("train", "train_errors", "export", "export_check", "evaluate", "synthesis", "prepare"),
-    *("chat", "templates", "append_only", "regenerate_in_process", "attention_cpu", "fused_ops"),
+    *("chat", "templates", "append_only", "regenerate_in_process", "attention_cpu", "fused_ops", "fp8"),
     # Ranks: the launcher, the collectives, sharded drafters.
     "pipeline.py::test_sharded_drafters_are_replicated_ones",
     "pipeline.py::test_the_last_layer_travels_for_losses_that_read_the_target",
