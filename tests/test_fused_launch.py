@@ -8,7 +8,7 @@ from stub_driver import build_stubs, result, run
 
 ROW_WISE = """
 import torch
-from dflash_ext.ops import norm, rotary, rows, swiglu
+from dflash_ext.ops import norm, quantise, rotary, rows, swiglu
 rows.has_kernels = lambda x: x.dtype == torch.bfloat16          # as if these tensors were on CUDA
 rows.place = lambda x, head_dim=0: dict(device=1, stream=77, head_dim=head_dim)
 rows.resident_programs = lambda x, per_multiprocessor: 132 * per_multiprocessor
@@ -37,6 +37,8 @@ print(json.dumps([
          heads, weight, tables.cos, tables.sin, heads, W, 128, W, 128, 64, 300, 16, 8, 1, 0x3F000000),
     seen(lambda: rotary.head_rope_forward(heads, tables, out=heads),
          heads, tables.cos, tables.cos, tables.sin, heads, W, 128, W, 128, 64, 300, 16, 8, 0, 0x3F800000),
+    seen(lambda: quantise.quantise_rows(a, b), a, b),
+    seen(lambda: quantise.quantise_rows(few), few, few),
     seen(lambda: rotary.head_norm_rope_backward(heads, weight[:128], tables, 0.5, heads, dx=heads),
          heads, weight, tables.cos, tables.sin, heads, heads),
 ]))
@@ -58,5 +60,7 @@ def test_row_wise_operators_launch_on_slices(tmp_path: Path) -> None:
         ("swiglu_bwd", 300 * 3, 128),
         ("head_norm_rope_fwd", 19 * 2, 128),  # 16 rows of 8 heads a program
         ("head_norm_rope_fwd", 19 * 2, 128),
+        ("quantise_rows", 300, 128),
+        ("quantise_rows", 1000, 128),
         ("head_norm_rope_bwd", 300, 128),
     ]
