@@ -28,6 +28,8 @@ from dflash_ext.transformers_api import (
     loading,
     read_config,
     read_tokenizer,
+    round_decoded,
+    stored_in_fp8,
 )
 
 log = logging.getLogger(__name__)
@@ -296,11 +298,15 @@ def load_weights(
     whole = needs == WHOLE
     if whole and len(devices) == 1:
         config = read_config(path, trust_remote_code=trust_remote_code)
+        in_fp8 = stored_in_fp8(config)
         places: dict[str, torch.device] = {"": devices[0]}
         model, found = load_pretrained(path, config=config, device_map=places, **keywords)
         check_loaded(path, found, lambda _: False)
+        if in_fp8:
+            round_decoded(model, dtype)
         return model
     shape = Shape.read(path, trust_remote_code=trust_remote_code)
+    in_fp8 = stored_in_fp8(shape.config)
     absent = {} if whole else shape.absent(needs, taps(shape.num_layers))
     places = shape.device_map(devices)
     with needed_files(path, shape, list(absent)) as folder, loading(path):
@@ -311,6 +317,8 @@ def load_weights(
     model.name_or_path = model.config.name_or_path = path
     prefixes = tuple(f"{name}." for name in absent)
     check_loaded(path, found, lambda name: name.startswith(prefixes))
+    if in_fp8:
+        round_decoded(model, dtype)
     return model
 
 

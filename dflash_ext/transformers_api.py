@@ -208,9 +208,8 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
         reason = _one_line(error)
         raise UserError(f"target {path!r} has no readable config.json: {reason}") from error
     # transformers' own FP8 products are compiled while they run, or not there at all.
-    stored = getattr(config, "quantization_config", None)
-    if isinstance(stored, dict) and stored.get("quant_method") == "fp8":
-        stored["dequantize"] = True
+    if stored_in_fp8(config):
+        config.quantization_config["dequantize"] = True
     return config
 
 
@@ -250,6 +249,18 @@ def load_pretrained(path: str, **keywords: Any) -> Any:
 
     with loading(path):
         return AutoModelForCausalLM.from_pretrained(path, **keywords)
+
+
+def stored_in_fp8(config: Any) -> bool:
+    """Asked before the weights are loaded, which may take it out of the config."""
+    stored = getattr(config, "quantization_config", None)
+    return isinstance(stored, dict) and stored.get("quant_method") == "fp8"
+
+
+def round_decoded(model: Any, dtype: torch.dtype) -> None:
+    """What was stored in FP8, in the dtype that was asked for: 5.6 and 5.8 leave it in fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def empty_model(path: str, *, trust_remote_code: bool = False) -> Any:
