@@ -85,7 +85,8 @@ def accelerate(
     """
     reason = why_padded(model, config)
     if reason is None:
-        batch = _probe(int(config.vocab_size))
+        # Ordinary tokens: those of images and the like come late in a vocabulary.
+        batch = PackedBatch.random(PROBE_LENGTHS, min(int(config.vocab_size), 1000))
         truth = taps(batch, False)
         for fused in (True, False):
             acceleration = Acceleration(layers, config, fused=fused)
@@ -97,16 +98,6 @@ def accelerate(
             acceleration.remove()
     log.info("target %s: padded forward, as transformers runs it: %s", name, reason)
     return None
-
-
-def _probe(vocab_size: int) -> PackedBatch:
-    generator = torch.Generator().manual_seed(0)
-    documents = [
-        # Ordinary tokens: those of images and the like come late in a vocabulary.
-        (torch.randint(min(vocab_size, 1000), (n,), generator=generator), torch.ones(n).bool())
-        for n in PROBE_LENGTHS
-    ]
-    return PackedBatch.from_documents(documents, range(len(documents)))
 
 
 def _difference(

@@ -63,6 +63,16 @@ class PackedBatch:
             sample_ids=tuple(int(s) for s in sample_ids),
         )
 
+    @classmethod
+    def random(cls, lengths: Sequence[int], vocab_size: int) -> PackedBatch:
+        """Documents of these lengths, every token supervised and drawn alike; always the same."""
+        generator = torch.Generator().manual_seed(0)
+        documents = [
+            (torch.randint(vocab_size, (n,), generator=generator), torch.ones(n, dtype=torch.bool))
+            for n in lengths
+        ]
+        return cls.from_documents(documents, range(len(documents)))
+
     @property
     def num_tokens(self) -> int:
         return self.input_ids.numel()

@@ -205,6 +205,7 @@ def evaluate(options: Options, console: Console) -> list[SetReport]:
         dtype=options.dtype,
         tap_ids=drafter.config.target_layer_ids,
         trust_remote_code=options.trust_remote_code,
+        accelerated=False,
     )
     drafter.to(target.device)
     decoding = DecodeOptions(options.max_new_tokens, options.batch, sampling)

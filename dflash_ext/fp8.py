@@ -46,6 +46,11 @@ class Fp8Linear(nn.Module):
         return out if isinstance(x, Quantised) else out.unflatten(0, shape)
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Is its forward torch's own x W^T (+ bias), and nobody else's?"""
+    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+
+
 def quantise_layers(layers: Iterable[nn.Module]) -> int:
     """Replace the linear modules of decoder layers in place, one after the other; returns how many.
 
@@ -55,7 +60,7 @@ def quantise_layers(layers: Iterable[nn.Module]) -> int:
     for layer in layers:
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear) and _is_plain(child) and _fits(child):
+                if isinstance(child, nn.Linear) and is_plain(child) and _fits(child):
                     setattr(parent, name, Fp8Linear(child))
                     count += 1
     return count
@@ -78,10 +83,6 @@ def check_device(device: torch.device) -> None:
             f"--target.fp8: {torch.cuda.get_device_name(device)} has no FP8 products with a scale "
             "for each row; expected compute capability 9.0 or newer: leave the option out"
         )
-
-
-def _is_plain(linear: nn.Linear) -> bool:
-    return type(linear).forward is nn.Linear.forward
 
 
 def _fits(linear: nn.Linear) -> bool:

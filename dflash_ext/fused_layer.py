@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dflash_ext.fp8 import Fp8Linear
+from dflash_ext.fp8 import Fp8Linear, is_plain
 from dflash_ext.ops.norm import rms_norm_forward
 from dflash_ext.ops.quantise import Quantised, quantise_rows
 from dflash_ext.ops.rotary import RopeTables, head_norm_rope_forward, head_rope_forward
@@ -42,8 +42,8 @@ class Norm:
             ones = torch.ones(weight.shape, dtype=torch.float32, device=weight.device)
             self.weight = module(ones) * (1.0 + self.eps) ** 0.5
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return rms_norm_forward(x, self.weight, self.eps, out=out)
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm_forward(x, self.weight, self.eps)
 
 
 class Product:
@@ -52,8 +52,7 @@ class Product:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.fp8 = isinstance(module, Fp8Linear)
-        plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-        self._can_add = plain and module.bias is None
+        self._can_add = is_plain(module) and module.bias is None
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         return self._module(x)

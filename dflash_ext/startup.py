@@ -93,11 +93,16 @@ def fp32_target(
     """
     if target is not None and target.dtype == torch.float32 and target.whole:
         return target
-    return _target(config, path, [device], "fp32", needs)
+    return _target(config, path, [device], "fp32", needs, accelerated=False)
 
 
 def _target(
-    config: TrainConfig, path: str, devices: list[torch.device], dtype: str, needs: Needs
+    config: TrainConfig,
+    path: str,
+    devices: list[torch.device],
+    dtype: str,
+    needs: Needs,
+    accelerated: bool = True,
 ) -> Target:
     taps = config.target.tap_ids or export_taps(config.drafter)
     return Target.load(
@@ -108,6 +113,7 @@ def _target(
         trust_remote_code=config.target.trust_remote_code,
         needs=needs,
         random_weights=config.target.random_weights,
+        accelerated=accelerated,
     )
 
 

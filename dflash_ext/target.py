@@ -146,20 +146,23 @@ class Target:
     def keep(self, needs: Needs) -> None:
         """Let go of the decoder layers that these needs do not include."""
         kept = needs.layers(self.num_layers, self.tap_ids)
-        with self._other_modules():
-            for i, layer in enumerate(self._layers):
-                if i not in kept and not isinstance(layer, Absent):
-                    self._layers[i] = Absent(f"decoder layer {i}", layer)
+        loaded = [i for i, layer in enumerate(self._layers) if not isinstance(layer, Absent)]
+        if gone := [i for i in loaded if i not in kept]:
+            with self._other_modules():
+                for i in gone:
+                    self._layers[i] = Absent(f"decoder layer {i}", self._layers[i])
 
     @contextmanager
     def _other_modules(self) -> Iterator[None]:
         """Within: modules of the decoder layers may be exchanged. What they do must not change."""
         if self.acceleration is not None:
             self.acceleration.remove()
-        yield
-        shield(self.model)
-        if self.acceleration is not None:
-            self.acceleration = self.acceleration.again(list(self._layers))
+        try:
+            yield
+        finally:  # `features` goes by `acceleration`, so the two must not come apart
+            shield(self.model)
+            if self.acceleration is not None:
+                self.acceleration = self.acceleration.again(list(self._layers))
 
     def hand_over_last_layer(self) -> None:
         """Give every feature batch one tap more, at its end: the last layer's output.
@@ -195,13 +198,14 @@ class Target:
         trust_remote_code: bool = False,
         needs: Needs = WHOLE,
         random_weights: bool = False,
+        accelerated: bool = True,
     ) -> Target:
         """Load a local directory or hub id. dtype: bf16 or fp32; tap_ids None: `default_tap_ids`.
 
         device: or several, over which the decoder layers are spread evenly; what the target takes
         and gives is on the first one. needs: what of it is loaded at all. random_weights: only the
         config is read; each weight is drawn by its name, the same whatever else is loaded, and
-        there is no tokenizer.
+        there is no tokenizer. accelerated: as for `Target`; whoever only decodes needs none.
         UserError if it cannot be loaded, lacks a weight, would need to run its own code, is fp16,
         or `device` is no GPU of this machine.
         """
@@ -224,7 +228,7 @@ class Target:
             trust_remote_code=trust_remote_code,
         )
         tokenizer = None if random_weights else load_tokenizer(name, trust_remote_code)
-        target = cls(model, tokenizer, tap_ids=tap_ids, path=name)
+        target = cls(model, tokenizer, tap_ids=tap_ids, path=name, accelerated=accelerated)
         target.devices = (target.device, *places[1:])
         return target
 

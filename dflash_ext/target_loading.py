@@ -295,26 +295,24 @@ def load_weights(
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # check_loaded names them
     }
-    whole = needs == WHOLE
-    if whole and len(devices) == 1:
+    absent: dict[str, str] = {}
+    if needs == WHOLE and len(devices) == 1:
         config = read_config(path, trust_remote_code=trust_remote_code)
         in_fp8 = stored_in_fp8(config)
-        places: dict[str, torch.device] = {"": devices[0]}
+        places = {"": devices[0]}
         model, found = load_pretrained(path, config=config, device_map=places, **keywords)
-        check_loaded(path, found, lambda _: False)
-        if in_fp8:
-            round_decoded(model, dtype)
-        return model
-    shape = Shape.read(path, trust_remote_code=trust_remote_code)
-    in_fp8 = stored_in_fp8(shape.config)
-    absent = {} if whole else shape.absent(needs, taps(shape.num_layers))
-    places = shape.device_map(devices)
-    with needed_files(path, shape, list(absent)) as folder, loading(path):
-        model, found = without(shape.kind, absent).from_pretrained(
-            folder, config=shape.config, device_map=places, **keywords
-        )
-    model.__class__ = shape.kind
-    model.name_or_path = model.config.name_or_path = path
+    else:
+        shape = Shape.read(path, trust_remote_code=trust_remote_code)
+        in_fp8 = stored_in_fp8(shape.config)
+        if needs != WHOLE:
+            absent = shape.absent(needs, taps(shape.num_layers))
+        places = shape.device_map(devices)
+        with needed_files(path, shape, list(absent)) as folder, loading(path):
+            model, found = without(shape.kind, absent).from_pretrained(
+                folder, config=shape.config, device_map=places, **keywords
+            )
+        model.__class__ = shape.kind
+        model.name_or_path = model.config.name_or_path = path
     prefixes = tuple(f"{name}." for name in absent)
     check_loaded(path, found, lambda name: name.startswith(prefixes))
     if in_fp8:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -185,26 +186,19 @@ def test_eight_threads_on_eight_streams_equal_serial() -> None:
     problems = [make_inputs(GRID[i % len(GRID)], BF16, "cuda", seed=i) for i in range(8)]
     serial = [ours(*p) for p in problems]
     torch.cuda.synchronize()
-    barrier, results, errors = threading.Barrier(8), {}, []
+    barrier = threading.Barrier(8)
 
-    def work(i: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                barrier.wait()
-                for _ in range(20):
-                    results[i] = ours(*problems[i])
-                torch.cuda.current_stream().synchronize()
-        except Exception as error:
-            errors.append(error)
+    def work(i: int) -> list[torch.Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            barrier.wait()
+            for _ in range(20):
+                found = ours(*problems[i])
+            torch.cuda.current_stream().synchronize()
+        return found
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    for i, expected in enumerate(serial):
-        assert all(torch.equal(a, b) for a, b in zip(results[i], expected, strict=True))
+    with ThreadPoolExecutor(8) as pool:
+        for found, expected in zip(pool.map(work, range(8)), serial, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_raw_launch_from_a_thread_without_a_context() -> None:

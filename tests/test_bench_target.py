@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_targets import one_thread, tiny_model  # noqa: F401
 
+from dflash_ext.batch import PackedBatch
 from dflash_ext.bench import anchors, kernel_kinds, target, target_problem
 from dflash_ext.bench.kernel_kinds import Kernel
 from dflash_ext.bench.target import OURS, OWN_LAYERS, PLAIN, WAYS, NotAccelerated, Ways
@@ -16,7 +17,6 @@ from dflash_ext.bench.target_problem import (
     Case,
     cases,
     drawn_lengths,
-    random_batch,
     random_target,
 )
 from dflash_ext.bench.target_table import target_table
@@ -46,7 +46,7 @@ def test_published_shapes_are_cut_behind_their_last_tap():
 def test_ways_are_what_their_names_say(monkeypatch):
     """Seen by what runs: calls of our attention, of the layers' own forward, of SDPA."""
     target_ = random_target(TINY, "cpu", torch.float32)
-    ways, batch = Ways(target_), random_batch(CASE, 128)
+    ways, batch = Ways(target_), PackedBatch.random(CASE.documents, 128)
     untouched = {name: set(vars(m)) for name, m in target_.model.named_modules()}
     seen: list[str] = []
 
@@ -81,7 +81,9 @@ def test_plain_has_no_mask_to_read(monkeypatch):
         return real(*args, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    Ways(random_target(TINY, "cpu", torch.float32)).run(PLAIN, random_batch(CASE, 128))()
+    Ways(random_target(TINY, "cpu", torch.float32)).run(
+        PLAIN, PackedBatch.random(CASE.documents, 128)
+    )()
     assert set(masks) == {(None, True)}
 
 
@@ -100,7 +102,7 @@ def test_what_computes_something_else_is_not_measured(monkeypatch):
         Ways, "run", lambda s, way, b: lambda: real(s, way, b)() * (1.01 if way == OURS else 1)
     )
     with pytest.raises(anchors.WrongResult, match="ours and plain differ by"):
-        ways.differences(random_batch(CASE, 128))
+        ways.differences(PackedBatch.random(CASE.documents, 128))
 
 
 def test_measures_saves_and_shows(tmp_path, monkeypatch, capsys):

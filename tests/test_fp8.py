@@ -129,6 +129,21 @@ def test_a_checkpoint_in_fp8_loads_as_the_numbers_it_stands_for(tmp_path):
         assert fused_layers(target) == (4 if needs is WHOLE else 2)
 
 
+def test_an_exchange_that_fails_leaves_the_target_reading_as_before(monkeypatch):
+    """Attention of a packed forward must be ours as long as `features` packs."""
+    target, batch = Target(tiny_model(head_dim=64).bfloat16(), tap_ids=(0, 2)), packed()
+    before = target.features(batch).features
+
+    def fail(_layers):
+        raise torch.OutOfMemoryError("no room for a copy")
+
+    monkeypatch.setattr("dflash_ext.target.quantise_layers", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        target.quantise()
+    assert fused_layers(target) == 4
+    assert torch.equal(target.features(batch).features, before)
+
+
 def test_what_cannot_be_in_fp8_is_refused():
     with pytest.raises(
         UserError, match=r"--target.fp8 needs a target in bf16, this one is in .*32"

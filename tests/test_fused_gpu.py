@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -89,22 +89,20 @@ def test_fp32_on_cuda_takes_torch(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_bits_repeat_also_from_many_threads(op: str) -> None:
     problem = make(op, 3000, 128, BF16, "cuda", heads=8)
-    expected, failed = problem.run("ours"), []
+    expected = problem.run("ours")
 
-    def work() -> None:
+    def work(_: int) -> list[str]:
+        failed: list[str] = []
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(20):
                 found = problem.run("ours")
                 torch.cuda.current_stream().synchronize()
                 failed.extend(n for n, x in found.items() if not torch.equal(x, expected[n]))
+        return failed
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    with ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(work, range(4)))
 
 
 def assert_same(ours: Callable[[Tensor], tuple], near: Tensor, far: Tensor) -> None:

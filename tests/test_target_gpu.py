@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from test_causal import problem, starts_of
 from test_target import fused_layers, packed, true_taps
 from tiny_targets import READ_FAMILIES, tiny_model
 
+from dflash_ext.batch import PackedBatch
 from dflash_ext.bench import target as bench
 from dflash_ext.bench.kernel_kinds import kernels_of, kind_of
-from dflash_ext.bench.target_problem import SHAPES, Case, random_batch, random_target
+from dflash_ext.bench.target_problem import SHAPES, Case, random_target
 from dflash_ext.ops.causal import causal_attention, causal_attention_reference, causal_layout
 from dflash_ext.target import Target
 
@@ -141,7 +143,7 @@ def print_growth() -> None:
     reserved = []
     for i in range(120):
         lengths = torch.randint(1, longest + 1, (4,), generator=g).tolist() if i else [longest] * 4
-        target.features(random_batch(Case("walk", tuple(lengths)), 96))
+        target.features(PackedBatch.random(lengths, 96))
         reserved.append(torch.cuda.memory_reserved())
     print(max(reserved) / reserved[20] - 1)
 
@@ -159,29 +161,22 @@ def test_memory_is_flat_over_random_lengths():
 
 
 def test_threads_on_streams_equal_serial(small):
-    batches = [random_batch(Case("t", (100 + 31 * i, 7, 64 * (i + 1))), 128) for i in range(4)]
+    batches = [PackedBatch.random((100 + 31 * i, 7, 64 * (i + 1)), 128) for i in range(4)]
     serial = [small.features(batch).features for batch in batches]
     torch.cuda.synchronize()
-    barrier, found, errors = threading.Barrier(4), {}, []
+    barrier = threading.Barrier(4)
 
-    def work(i: int) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                barrier.wait()
-                for _ in range(10):
-                    found[i] = small.features(batches[i]).features
-                torch.cuda.current_stream().synchronize()
-        except Exception as error:
-            errors.append(error)
+    def work(batch: PackedBatch) -> torch.Tensor:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            barrier.wait()
+            for _ in range(10):
+                found = small.features(batch).features
+            torch.cuda.current_stream().synchronize()
+        return found
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    for i, expected in enumerate(serial):
-        assert torch.equal(found[i], expected)
+    with ThreadPoolExecutor(4) as pool:
+        for found, expected in zip(pool.map(work, batches), serial, strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_bench_on_a_gpu(tmp_path, monkeypatch, capsys):
@@ -198,7 +193,7 @@ def test_bench_on_a_gpu(tmp_path, monkeypatch, capsys):
 
 
 def test_our_kernels_have_the_names_that_tell_their_kind(small):
-    batch = random_batch(Case("k", (300, 40)), 128)
+    batch = PackedBatch.random((300, 40), 128)
     small.features(batch)
     kernels = kernels_of(lambda: small.features(batch))
     calls = {

@@ -30,7 +30,6 @@ from dflash_ext.bench.target_problem import (
     SHAPES,
     Case,
     cases,
-    random_batch,
     random_target,
 )
 from dflash_ext.bench.timing import Clock, synchronise, tidy
@@ -102,7 +101,7 @@ def weight_bytes(target: Target) -> int:
 def measure(ways: Ways, case: Case, device: str, rounds: int) -> Row:
     """One row: the three ways on one batch."""
     target, clock = ways.target, Clock(device)
-    batch = random_batch(case, target.model.config.get_text_config().vocab_size)
+    batch = PackedBatch.random(case.documents, target.model.config.get_text_config().vocab_size)
     row: Row = {"case": case.name, "tokens": batch.num_tokens, "documents": batch.num_documents}
     row |= ways.differences(batch)
     if device == "cuda":

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dflash_ext.batch import PackedBatch
 from dflash_ext.plan import plan_epoch
 from dflash_ext.taps import default_tap_ids
 from dflash_ext.target import Target
@@ -155,13 +154,3 @@ def random_target(shape: Shape, device: str, dtype: torch.dtype) -> Target:
             config, dtype=dtype, attn_implementation="sdpa"
         )
     return Target(model, tap_ids=shape.tap_ids)
-
-
-def random_batch(case: Case, vocab_size: int) -> PackedBatch:
-    """All tokens drawn alike."""
-    generator = torch.Generator().manual_seed(0)
-    documents = [
-        (torch.randint(vocab_size, (n,), generator=generator), torch.ones(n, dtype=torch.bool))
-        for n in case.documents
-    ]
-    return PackedBatch.from_documents(documents, range(len(documents)))

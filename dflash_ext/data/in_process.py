@@ -161,6 +161,7 @@ def by_target(
         device=resolve_device(options.device),
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
+        accelerated=False,
     )
     answerer = InProcess(target, options)
     sampling = {

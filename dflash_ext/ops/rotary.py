@@ -112,7 +112,7 @@ def _check_rotation(x: Tensor, tables: RopeTables) -> None:
         raise ValueError(f"head_dim {D} is not supported: use one of {HEAD_DIMS}")
     rows.check_rows("x", x, tuple(x.shape), x)
     for name, table in zip(("cos", "sin"), tables):
-        rows.check_table(name, table, (count, D // 2), x)
+        rows.check_rows(name, table, (count, D // 2), x, torch.float32)
         if rows.has_kernels(x):
             rows.check_alignment(name, table)
     if tables.cos.stride() != tables.sin.stride():

@@ -29,14 +29,15 @@ def check_device_and_dtype(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: dtype {x.dtype} is not supported: use one of {DTYPES}")
 
 
-def check_rows(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """x has this shape, the device and dtype of `like`, and rows that the kernels can address."""
+def check_rows(
+    name: str, x: Tensor, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """x has this shape, the device of `like`, its dtype or `dtype`, and rows we can address."""
+    dtype = like.dtype if dtype is None else dtype
     if tuple(x.shape) != shape:
         raise ValueError(f"{name} is {tuple(x.shape)}, expected {shape}")
-    if x.device != like.device or x.dtype != like.dtype:
-        raise ValueError(
-            f"{name} is {x.dtype} on {x.device}, expected {like.dtype} on {like.device}"
-        )
+    if x.device != like.device or x.dtype != dtype:
+        raise ValueError(f"{name} is {x.dtype} on {x.device}, expected {dtype} on {like.device}")
     if not x.numel():
         return
     if x.stride(-1) != 1:
@@ -75,18 +76,6 @@ def check_weight(weight: Tensor, width: int, like: Tensor) -> None:
         raise ValueError(f"weight is on {weight.device}, the rows are on {like.device}")
     if not weight.is_contiguous() or (has_kernels(like) and weight.data_ptr() % POINTER_ALIGNMENT):
         raise ValueError("weight must be contiguous and start at a multiple of 16 bytes")
-
-
-def check_table(name: str, table: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """An fp32 table with a row for each of `like`, on its device."""
-    if tuple(table.shape) != shape:
-        raise ValueError(f"{name} is {tuple(table.shape)}, expected {shape}")
-    if table.device != like.device or table.dtype != torch.float32:
-        raise ValueError(
-            f"{name} is {table.dtype} on {table.device}, expected torch.float32 on {like.device}"
-        )
-    if table.numel() and table.stride(-1) != 1:
-        raise ValueError(f"{name} has innermost stride {table.stride(-1)}: call .contiguous()")
 
 
 def check_eps(eps: float) -> None:
