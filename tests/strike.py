@@ -19,7 +19,7 @@ from busy_machine import wait_until
 
 from dflash_ext.config import TrainConfig
 from dflash_ext.launch import Entry
-from dflash_ext.watch import Beat, NoWatch, Watch, machine, read_beat
+from dflash_ext.watch import NoWatch, Watch, read_beat
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,10 @@ class Strike:
             beat = partial(read_beat, watch.store, self.victim)
             wait_until(lambda: re.search(r"(batch|step) \d", str(beat())))
         os.kill(pid, self.number)
-        if self.number == signal.SIGKILL:
-            wait_until(Beat("", pid, machine()).gone)
+        if self.number == signal.SIGKILL and self.delay is None:
+            # The run is over: the watch's thread ends this process as well. Until it does, this
+            # rank could get through another step or two, and save them.
+            wait_until(lambda: False)
 
 
 def struck(strike: Strike, entry: Entry, config: TrainConfig) -> int:
