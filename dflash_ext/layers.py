@@ -76,16 +76,24 @@ class Linear(nn.Linear):
 def fixed_weights(model: nn.Module) -> Iterator[None]:
     """Within: no weight of `model` changes, so each is cast once, however many forwards there are.
 
-    The casts are dropped at the end.
+    The casts are dropped at the end, or by `release_casts`.
     """
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
-    for layer in layers:
+    for layer in _linears_of(model):
         layer._keeps_cast = True
     try:
         yield
     finally:
-        for layer in layers:
-            layer._keeps_cast, layer._cast = False, None
+        release_casts(model)
+
+
+def release_casts(model: nn.Module) -> None:
+    """No forward of `model` follows with these weights: a backward frees each cast as it goes."""
+    for layer in _linears_of(model):
+        layer._keeps_cast, layer._cast = False, None
+
+
+def _linears_of(model: nn.Module) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
 
 
 class _Linears(torch.autograd.Function):

@@ -19,7 +19,7 @@ from dflash_ext.blocks import Blocks, build_blocks, draw_anchors, resolve_gamma
 from dflash_ext.config import TrainConfig
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError
-from dflash_ext.layers import fixed_weights
+from dflash_ext.layers import fixed_weights, release_casts
 from dflash_ext.loss import LossOutput, Teacher, needs_teacher, vocabulary_loss, vocabulary_topk
 from dflash_ext.metrics import TREE_BUDGETS, slot_sums, summarise, sums_size, tree_sums
 from dflash_ext.placement import to_device
@@ -170,10 +170,13 @@ class Trainer:
         `blocks` on the CPU; more than `anchor_chunk` of them take several backward passes.
         """
         total = self.no_sums()
+        parts = list(blocks.chunks(self.config.batch.blocks_at_once))
         with fixed_weights(self.drafter):
-            for part in blocks.chunks(self.config.batch.blocks_at_once):
+            for part in parts:
                 inputs = self.inputs(features, batch, part)
                 output = self.loss(self.hidden(inputs, supervised=True), inputs)
+                if part is parts[-1]:  # gradients grow while the casts go: the peak is lower
+                    release_casts(self.drafter)
                 output.numerator.backward()
                 total += slot_sums(output, inputs.blocks)
         return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers import (
 from dflash_ext.drafter import Drafter, DrafterConfig
 from dflash_ext.errors import UserError
 from dflash_ext.initialise import init_from_target
-from dflash_ext.layers import fixed_weights
+from dflash_ext.layers import fixed_weights, release_casts
 
 CONFIG = DrafterConfig(
     hidden_size=48,
@@ -222,6 +223,20 @@ def test_fixed_weights_are_cast_once_and_forgotten():
     linear.weight.data += 1
     assert torch.equal(linear.cast(torch.bfloat16), linear.weight.bfloat16())
     assert linear.cast(torch.bfloat16) is not linear.cast(torch.bfloat16)
+
+
+def test_released_casts_go_with_their_part_of_the_backward():
+    drafter = make()
+    case = Case(drafter.config)
+    last, gone = drafter.layers[-1].mlp.down_proj, []
+    with fixed_weights(drafter):
+        out = case.run(drafter, case.features.bfloat16(), case.embeds.bfloat16())
+        cast = weakref.ref(last.cast(torch.bfloat16))
+        release_casts(drafter)
+        assert cast() is not None  # the backward needs it
+        drafter.fc.weight.register_hook(lambda _: gone.append(cast() is None))
+        out.float().square().sum().backward()
+    assert gone == [True]
 
 
 def test_bf16_compute_keeps_fp32_masters():

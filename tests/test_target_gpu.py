@@ -153,7 +153,7 @@ def test_memory_is_flat_over_random_lengths():
     tests = Path(__file__).parent
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     env = os.environ | dict.fromkeys(names, "expandable_segments:True")
-    env["PYTHONPATH"] = f"{tests.parent}:{tests}"
+    env["PYTHONPATH"] = os.pathsep.join([str(tests), *filter(None, sys.path)])
     code = "import test_target_gpu; test_target_gpu.print_growth()"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

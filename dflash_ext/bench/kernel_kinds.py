@@ -1,13 +1,13 @@
-"""Where a forward's time on the device goes: kernels by kind, told apart by their names."""
+"""Where time on the device goes: kernels by kind, told apart by their names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from dflash_ext.bench.timing import Run
+from dflash_ext.bench.timing import Run, tidy
 
 # The first kind with a part of the name has it; in lower case. Attention comes first, because its
 # kernels are named after the library of products they are made of, too.
@@ -57,6 +57,21 @@ def by_kind(kernels: Iterable[Kernel]) -> dict[str, float]:
     for kernel in kernels:
         total[kind_of(kernel.name)] += kernel.ms
     return total
+
+
+def kinds_of(run: Run) -> dict[str, Any]:
+    """For a result: ms of one call by kind, and its longest kernels."""
+    kernels = kernels_of(run)
+    return tidy(by_kind(kernels)) | {"longest": longest(kernels)}
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """For the terminal: a row without its kernels, and a line for each way under its "kinds"."""
+    text = " ".join(f"{key} {value}" for key, value in row.items() if key != "kinds")
+    for way, shares in row.get("kinds", {}).items():
+        parts = " ".join(f"{kind} {ms}" for kind, ms in shares.items() if kind != "longest")
+        text += f"\n  {way}, ms: {parts}"
+    return text
 
 
 def longest(kernels: Iterable[Kernel], count: int = 12) -> list[dict[str, Any]]:

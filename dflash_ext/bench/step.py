@@ -20,6 +20,7 @@ from dflash_ext.bench import anchors
 from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.composition import Composition, mixes, numerator, slot_embeddings
 from dflash_ext.bench.footprint import gib, peak_of
+from dflash_ext.bench.kernel_kinds import kinds_of, line
 from dflash_ext.bench.step_problem import (
     DRAFTERS,
     Case,
@@ -139,7 +140,10 @@ def measure(case: Case, device: str, rounds: int, blocks_at_once: int, baseline:
     row["mfu"] = operations / medians["step"] / 1e9 / product_rate
     if "baseline" in medians:
         row["over_baseline"] = medians["baseline"] / medians["step"]
-    return tidy(row)
+    row = tidy(row)
+    if device == "cuda":
+        row["kinds"] = {"step": kinds_of(lambda: timed.step(problem, None))}
+    return row
 
 
 def _baseline(
@@ -241,10 +245,10 @@ def main(argv: Sequence[str]) -> None:
             row = measure(case, args.device, args.rounds, args.blocks_at_once, not args.no_baseline)
             result["rows"].append(row)
             keep(args.json, result)
-            print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            print(line(row), flush=True)
     steps = args.walk if args.walk is not None else (1000 if on_gpu else 20)
     if steps:
         drafter, largest = ("qwen3-8b", 8192) if on_gpu else ("small", 512)
         result["walks"].append(walk(drafter, args.device, steps, args.blocks_at_once, largest))
         keep(args.json, result)
-        print(" ".join(f"{key} {value}" for key, value in result["walks"][0].items()), flush=True)
+        print(line(result["walks"][0]), flush=True)

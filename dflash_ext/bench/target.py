@@ -23,7 +23,7 @@ from dflash_ext.batch import PackedBatch
 from dflash_ext.bench import anchors
 from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.footprint import gib, peak_of
-from dflash_ext.bench.kernel_kinds import by_kind, kernels_of, longest
+from dflash_ext.bench.kernel_kinds import kinds_of, line
 from dflash_ext.bench.target_problem import (
     CPU_SHAPES,
     CUDA_SHAPES,
@@ -119,7 +119,7 @@ def measure(ways: Ways, case: Case, device: str, rounds: int) -> Row:
     row["own_layers_over_plain"] = times[PLAIN] / times[OWN_LAYERS]
     row = tidy(row)
     if device == "cuda":
-        row["kinds"] = kinds(ways, batch)
+        row["kinds"] = {way: kinds_of(ways.run(way, batch)) for way in (OURS, PLAIN)}
     return row
 
 
@@ -157,24 +157,6 @@ def memory(ways: Ways, batch: PackedBatch) -> Row:
     for way in WAYS:
         row[f"{way}_peak_gib"] = peak_of("cuda", ways.run(way, batch))
     return row | {"memory": row[f"{OURS}_peak_gib"] / gib(least)}
-
-
-def kinds(ways: Ways, batch: PackedBatch) -> Row:
-    """ms by kind of kernel, of ours and of plain, and the longest kernels of each."""
-    found: Row = {}
-    for way in (OURS, PLAIN):
-        kernels = kernels_of(ways.run(way, batch))
-        found[way] = tidy(by_kind(kernels)) | {"longest": longest(kernels)}
-    return found
-
-
-def line(row: Row) -> str:
-    """For the terminal: what a row says without its kernels."""
-    text = " ".join(f"{key} {value}" for key, value in row.items() if key != "kinds")
-    for way, shares in row.get("kinds", {}).items():
-        parts = " ".join(f"{kind} {ms}" for kind, ms in shares.items() if kind != "longest")
-        text += f"\n  {way}, ms: {parts}"
-    return text
 
 
 def main(argv: Sequence[str]) -> None:

@@ -87,7 +87,11 @@ def dflash_attention_forward(
     t = Tensors(q, k_ctx, v_ctx, k_blk, v_blk)
     scale, path = _check(t, layout, scale), attention_path(t, layout)
     out, lse = _forward(t, layout, scale, path)
-    return out, lse if path == "cpu" else lse * math.log(2)
+    if path != "cpu":  # base 2, and the heads of a group beside each other
+        heads = t.k_blk.shape[1]
+        grouped = lse.view(heads, t.q.shape[0], t.q.shape[1] // heads)
+        lse = grouped.transpose(1, 2).flatten(0, 1) * math.log(2)
+    return out, lse
 
 
 def _check(t: Tensors, layout: AttentionLayout, scale: float | None) -> float:
@@ -179,6 +183,12 @@ def attention_path(t: Tensors, layout: AttentionLayout) -> str:
     return _forced_path.get() or ("hopper" if covered else "triton")
 
 
+def _backward_path(t: Tensors, layout: AttentionLayout, path: str) -> str:
+    """TMA copies rows of lse from multiples of 16 bytes: fewer than 4 rows a block may not be."""
+    aligned = layout.block_size * (t.q.shape[1] // t.k_blk.shape[1]) % 4 == 0
+    return path if aligned or path == "cpu" else "triton"
+
+
 def _tensor_maps_fit(t: Tensors, layout: AttentionLayout) -> bool:
     """Whether the device has kernels that read by tensor maps, and maps can describe t."""
     return (
@@ -207,7 +217,7 @@ class _Attention(torch.autograd.Function):
         out, lse = _forward(t, layout, scale, path)
         ctx.save_for_backward(*t, out, lse)
         # The path is kept because autograd's threads know nothing of `forced_path`.
-        ctx.layout, ctx.scale, ctx.path = layout, scale, path
+        ctx.layout, ctx.scale, ctx.path = layout, scale, _backward_path(t, layout, path)
         return out
 
     @staticmethod
@@ -234,7 +244,10 @@ def _contiguous_like(x: Tensor) -> Tensor:
 
 
 def _new_lse(t: Tensors) -> Tensor:
-    """fp32 [Hq, N*B]: log-sum-exp per row, in the layout and base of the kernels that fill it."""
+    """fp32, room for the log-sum-exp of every row, in the layout and base of who fills it.
+
+    CPU: [Hq, N*B], base e. CUDA: [Hkv, N*B, G], base 2.
+    """
     return torch.empty(t.q.shape[1], t.q.shape[0], dtype=torch.float32, device=t.q.device)
 
 

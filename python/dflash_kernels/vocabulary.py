@@ -25,7 +25,10 @@ def _fold(x, tile, at_label, high, first, total, above):
     peak = tl.maximum(high, tl.max(x, 0))
     first = tl.where(peak > high, tile, first)
     scaled = peak * LOG2_E
-    total *= tl.exp2(high * LOG2_E - scaled)
+    # Only where it changes: the difference is one fused multiply-add, which sees the rounding of
+    # `scaled`, so that between equal peaks it is not 0. It would add up over the tiles, and it is
+    # infinite in columns that have seen no logit.
+    total = tl.where(peak > high, total * tl.exp2(high * LOG2_E - scaled), total)
     total += tl.sum(tl.exp2(x * LOG2_E - scaled[None, :]), 0)
     above += tl.sum(tl.where(x > at_label, 1.0, 0.0), 0)
     return peak, first, total, above
