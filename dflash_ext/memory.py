@@ -38,7 +38,9 @@ def predict_peak(
     # The residual stream twice, Q and K before and after, V, attention's result and lse, gate, up.
     per_block_row = (2 * H + 3 * q + 3 * kv + 2 * F) * w + config.num_heads * 4
     rope = (T + rows) * D * 4
-    cast = drafter_parameters * w if w < 4 else 0
+    # Between the turns of a step the casts of the weights are kept (layers.py).
+    several = batch.anchor_budget > batch.blocks_at_once
+    cast = drafter_parameters * w if w < 4 and several else 0
     return {
         "target weights": target_parameters * w,
         "drafter weights, gradients, moments": drafter_parameters * 4 * (2 + moments) + cast,

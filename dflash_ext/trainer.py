@@ -19,7 +19,7 @@ from dflash_ext.blocks import Blocks, build_blocks, draw_anchors, resolve_gamma
 from dflash_ext.config import TrainConfig
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError
-from dflash_ext.layers import fixed_weights, release_casts
+from dflash_ext.layers import fixed_weights, let_casts_go
 from dflash_ext.loss import LossOutput, Teacher, needs_teacher, vocabulary_loss, vocabulary_topk
 from dflash_ext.metrics import TREE_BUDGETS, slot_sums, summarise, sums_size, tree_sums
 from dflash_ext.placement import to_device
@@ -173,10 +173,10 @@ class Trainer:
         parts = list(blocks.chunks(self.config.batch.blocks_at_once))
         with fixed_weights(self.drafter):
             for part in parts:
+                if part is parts[-1]:
+                    let_casts_go(self.drafter)
                 inputs = self.inputs(features, batch, part)
                 output = self.loss(self.hidden(inputs, supervised=True), inputs)
-                if part is parts[-1]:  # gradients grow while the casts go: the peak is lower
-                    release_casts(self.drafter)
                 output.numerator.backward()
                 total += slot_sums(output, inputs.blocks)
         return total

@@ -82,7 +82,6 @@ GRID = [
         (4, 1, 16, 256),
         (1, 2, 4, 128),
         (1, 4, 1, 64),  # rows of a head that start at any multiple of 4 bytes
-        (2, 3, 1, 128),  # of 8 bytes
         (1, 2, 7, 128),
     ]
 ]

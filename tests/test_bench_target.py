@@ -12,6 +12,7 @@ from dflash_ext.batch import PackedBatch
 from dflash_ext.bench import anchors, kernel_kinds, target, target_problem
 from dflash_ext.bench.kernel_kinds import Kernel
 from dflash_ext.bench.target import OURS, OWN_LAYERS, PLAIN, WAYS, NotAccelerated, Ways
+from dflash_ext.bench.target_fp8 import measure_fp8
 from dflash_ext.bench.target_problem import (
     SHAPES,
     Case,
@@ -126,6 +127,23 @@ def test_measures_saves_and_shows(tmp_path, monkeypatch, capsys):
     assert max(row["ours_difference"], row["own_layers_difference"]) < 1e-5
     assert "over_plain" in capsys.readouterr().out
     assert "| tiny-qwen3 | 4 | 9, 30, 14 |" in target_table(result)
+
+
+def test_fp8_is_compared_on_the_same_weights(tmp_path):
+    """bf16 errs little, FP8 more, each tap more than none; the tables show both."""
+    ours = random_target(TINY, "cpu", torch.bfloat16)
+    before = {name: value.clone() for name, value in ours.model.state_dict().items()}
+    measured = measure_fp8(ours, TINY, (CASE,), "cpu", rounds=1)
+    assert all(torch.equal(ours.model.state_dict()[name], x) for name, x in before.items())
+    assert [row["tap"] for row in measured["taps"]] == list(ours.tap_ids)
+    for row in measured["taps"]:
+        assert 0 < row["bf16"] < row["fp8"] < 0.3
+    (row,) = measured["rows"]
+    assert row["tokens"] == 53
+    assert row["fp8_over_ours"] == pytest.approx(row["ours_ms"] / row["fp8_ms"], rel=1e-2)
+    text = target_table({"rows": [], "fp8": {"tiny-qwen3": measured}})
+    assert "| tiny-qwen3 | 9, 30, 14 |" in text
+    assert f"| tiny-qwen3 | {ours.tap_ids[-1]} |" in text
 
 
 NAMES = {

@@ -20,7 +20,7 @@ from transformers import (
 from dflash_ext.drafter import Drafter, DrafterConfig
 from dflash_ext.errors import UserError
 from dflash_ext.initialise import init_from_target
-from dflash_ext.layers import fixed_weights, release_casts
+from dflash_ext.layers import fixed_weights, let_casts_go
 
 CONFIG = DrafterConfig(
     hidden_size=48,
@@ -225,18 +225,27 @@ def test_fixed_weights_are_cast_once_and_forgotten():
     assert linear.cast(torch.bfloat16) is not linear.cast(torch.bfloat16)
 
 
-def test_released_casts_go_with_their_part_of_the_backward():
+def test_the_last_forward_lets_casts_go_and_its_backward_casts_again():
     drafter = make()
     case = Case(drafter.config)
-    last, gone = drafter.layers[-1].mlp.down_proj, []
-    with fixed_weights(drafter):
+    last, alive = drafter.layers[-1].mlp.down_proj, []
+
+    def run():
         out = case.run(drafter, case.features.bfloat16(), case.embeds.bfloat16())
-        cast = weakref.ref(last.cast(torch.bfloat16))
-        release_casts(drafter)
-        assert cast() is not None  # the backward needs it
-        drafter.fc.weight.register_hook(lambda _: gone.append(cast() is None))
         out.float().square().sum().backward()
-    assert gone == [True]
+
+    run()
+    grads = [p.grad.clone() for p in drafter.parameters()]
+    drafter.zero_grad()
+    with fixed_weights(drafter):
+        cast = weakref.ref(last.cast(torch.bfloat16))
+        drafter.norm.register_forward_hook(lambda *_: alive.append(cast() is not None))
+        run()
+        drafter.zero_grad()
+        let_casts_go(drafter)
+        run()
+    assert alive == [True, False]
+    assert all(torch.equal(p.grad, g) for p, g in zip(drafter.parameters(), grads))
 
 
 def test_bf16_compute_keeps_fp32_masters():

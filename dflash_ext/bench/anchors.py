@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_ext.bench.problem import Problem, gradient_run
-from dflash_ext.bench.timing import Clock, Run, synchronise
+from dflash_ext.bench.timing import Run, timer
 from dflash_ext.ops.attention import Tensors, dflash_attention, visible_pairs
 from dflash_ext.ops.layout import AttentionLayout
 
@@ -41,19 +41,11 @@ def product_flops(device: str) -> int:
     return 2 * (PRODUCT if device == "cuda" else CPU_PRODUCT) ** 3
 
 
-def timed_products(device: str, clock: Clock) -> Callable[[], float]:
+def timed_products(device: str) -> Callable[[], float]:
     """A run of a burst of those products: ms of one."""
     product = product_run(device)
-
-    def products() -> float:
-        begin = clock.mark()
-        for _ in range(PRODUCTS):
-            product()
-        end = clock.mark()
-        synchronise(device)
-        return clock.ms(begin, end) / PRODUCTS
-
-    return products
+    burst = timer(lambda: [product() for _ in range(PRODUCTS)], device)
+    return lambda: burst() / PRODUCTS
 
 
 def cudnn_flops(length: int) -> int:

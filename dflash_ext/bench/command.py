@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dflash_ext.errors import UserError
+from dflash_ext.record import save
 
 
 def parser_of(name: str, description: str | None = None) -> argparse.ArgumentParser:
@@ -35,3 +37,9 @@ def parsed(
     if args.rounds < 1:
         raise UserError(f"--rounds {args.rounds}: expected at least 1")
     return args
+
+
+def keep(path: Path | None, result: dict[str, Any]) -> None:
+    """Save what there is, if asked to: after each row, so that a time limit loses nothing."""
+    if path is not None:
+        save(path, result)

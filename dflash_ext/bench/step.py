@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash_ext.bench import anchors
-from dflash_ext.bench.command import parsed, parser_of
+from dflash_ext.bench.command import keep, parsed, parser_of
 from dflash_ext.bench.composition import Composition, mixes, numerator, slot_embeddings
 from dflash_ext.bench.footprint import gib, peak_of
 from dflash_ext.bench.kernel_kinds import kinds_of, line
@@ -36,7 +35,6 @@ from dflash_ext.loss import LossOutput
 from dflash_ext.metrics import slot_sums
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.rates import drafter_operations
-from dflash_ext.record import save
 from dflash_ext.trainer import Inputs, Trainer
 
 LARGEST_DIFFERENCE = 0.02  # of the loss: bf16 against bf16 in another order
@@ -124,7 +122,7 @@ def measure(case: Case, device: str, rounds: int, blocks_at_once: int, baseline:
     runs: dict[str, Callable[[], float]] = {}
     if baseline:
         runs |= _baseline(row, trainer, problem, device, clock)
-    runs["product"] = anchors.timed_products(device, clock)
+    runs["product"] = anchors.timed_products(device)
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -221,12 +219,6 @@ def walk(drafter: str, device: str, steps: int, blocks_at_once: int, largest: in
         row |= {"reserved_first_gib": reserved[0], "reserved_last_gib": reserved[-1]}
         row["reserved_growth"] = max(reserved) / reserved[0] - 1
     return tidy(row)
-
-
-def keep(path: Path | None, result: Row) -> None:
-    """After each row, so that a time limit loses nothing."""
-    if path is not None:
-        save(path, result)
 
 
 def main(argv: Sequence[str]) -> None:

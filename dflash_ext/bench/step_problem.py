@@ -110,7 +110,7 @@ def random_trainer(config: DrafterConfig, device: str, blocks_at_once: int) -> T
 def random_batch(
     trainer: Trainer, documents: tuple[int, ...], anchors: int, seed: int = 0
 ) -> tuple[FeatureBatch, PackedBatch, Blocks]:
-    """All tokens supervised, anchors uniform over the candidates."""
+    """All tokens supervised; each document has anchors by its length, uniform over its own."""
     g = torch.Generator().manual_seed(seed)
     config = trainer.drafter.config
     pairs = [
@@ -119,7 +119,10 @@ def random_batch(
     ]
     batch = PackedBatch.from_documents(pairs, range(len(documents)))
     candidates = anchor_candidates(batch).nonzero().flatten()
-    chosen = candidates[torch.randperm(len(candidates), generator=g)[:anchors]].sort().values
+    # One of each `anchors` equal stretches of the candidates.
+    bounds = torch.linspace(0, len(candidates), min(anchors, len(candidates)) + 1).long()
+    drawn = torch.rand(len(bounds) - 1, generator=g, dtype=torch.float64) * bounds.diff()
+    chosen = candidates[bounds[:-1] + drawn.long()]
     embedding = trainer.embedding
     values = torch.randn(
         batch.num_tokens, config.feature_width, device=embedding.device, dtype=embedding.dtype

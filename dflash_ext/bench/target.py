@@ -11,9 +11,8 @@ from the same rounds. On a GPU also: peak memory over weights and output, and wh
 
 from __future__ import annotations
 
-import random
-import statistics
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ import torch
 from dflash_ext.acceleration import TOLERANCE, Acceleration, document_errors
 from dflash_ext.batch import PackedBatch
 from dflash_ext.bench import anchors
-from dflash_ext.bench.command import parsed, parser_of
+from dflash_ext.bench.command import keep, parsed, parser_of
 from dflash_ext.bench.footprint import gib, peak_of
 from dflash_ext.bench.kernel_kinds import kinds_of, line
+from dflash_ext.bench.target_fp8 import FP8_SHAPES, measure_fp8
 from dflash_ext.bench.target_problem import (
     CPU_SHAPES,
     CUDA_SHAPES,
@@ -32,9 +32,8 @@ from dflash_ext.bench.target_problem import (
     cases,
     random_target,
 )
-from dflash_ext.bench.timing import Clock, synchronise, tidy
+from dflash_ext.bench.timing import medians, tidy, timer
 from dflash_ext.rates import TargetCost
-from dflash_ext.record import save
 from dflash_ext.startup import release
 from dflash_ext.target import Target
 from dflash_ext.target_loading import decoder_layers
@@ -100,13 +99,13 @@ def weight_bytes(target: Target) -> int:
 
 def measure(ways: Ways, case: Case, device: str, rounds: int) -> Row:
     """One row: the three ways on one batch."""
-    target, clock = ways.target, Clock(device)
+    target = ways.target
     batch = PackedBatch.random(case.documents, target.model.config.get_text_config().vocab_size)
     row: Row = {"case": case.name, "tokens": batch.num_tokens, "documents": batch.num_documents}
     row |= ways.differences(batch)
     if device == "cuda":
         row |= memory(ways, batch)
-    times = timed(ways, batch, device, clock, rounds)
+    times = timed(ways, batch, device, rounds)
     product_ms = times.pop("product")
     operations = TargetCost.of(target).batch(batch)
     product_rate = anchors.product_flops(device) / product_ms / 1e9
@@ -123,30 +122,14 @@ def measure(ways: Ways, case: Case, device: str, rounds: int) -> Row:
     return row
 
 
-def timed(
-    ways: Ways, batch: PackedBatch, device: str, clock: Clock, rounds: int
-) -> dict[str, float]:
-    """Median ms of each way, and of a product, over interleaved rounds of random order."""
-    products = anchors.timed_products(device, clock)
+def timed(ways: Ways, batch: PackedBatch, device: str, rounds: int) -> dict[str, float]:
+    """Median ms of each way, and of a product, over interleaved rounds."""
 
-    def forward(way: str) -> float:
-        run = ways.run(way, batch)
-        synchronise(device)
-        begin = clock.mark()
-        run()
-        end = clock.mark()
-        synchronise(device)
-        return clock.ms(begin, end)
+    def forward(way: str) -> Callable[[], float]:
+        return timer(lambda: ways.target.features(batch), device, lambda: ways.use(way))
 
-    runs: dict[str, Callable[[], float]] = {"product": products}
-    runs |= {way: lambda way=way: forward(way) for way in WAYS}  # type: ignore[misc]
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    order, shuffle = list(runs), random.Random(0).shuffle
-    for _ in range(rounds):
-        shuffle(order)
-        for name in order:
-            times[name].append(runs[name]())
-    return {name: statistics.median(values) for name, values in times.items()}
+    timers = {way: forward(way) for way in WAYS}
+    return medians({"product": anchors.timed_products(device)} | timers, rounds)
 
 
 def memory(ways: Ways, batch: PackedBatch) -> Row:
@@ -164,7 +147,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES))
     args = parsed(parser, argv, rounds=5, cpu_rounds=3)
     on_gpu = args.device == "cuda"
-    result: Row = {"benchmark": "target", "options": {"rounds": args.rounds}, "rows": []}
+    result: Row = {"benchmark": "target", "options": {"rounds": args.rounds}, "rows": [], "fp8": {}}
     for name in args.shapes or (CUDA_SHAPES if on_gpu else CPU_SHAPES):
         shape = SHAPES[name]
         dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -174,9 +157,15 @@ def main(argv: Sequence[str]) -> None:
                 ways, case, args.device, args.rounds
             )
             result["rows"].append(row)
-            if args.json is not None:  # after each row, so that a time limit loses nothing
-                save(args.json, result)
+            keep(args.json, result)
             print(line(row), flush=True)
+        if on_gpu and name in FP8_SHAPES:
+            ways.use(OURS)
+            result["fp8"][name] = measure_fp8(
+                ways.target, shape, cases(args.device), args.device, args.rounds
+            )
+            keep(args.json, result)
+            print("\n".join(line(row) for row in chain(*result["fp8"][name].values())), flush=True)
         ways.use(PLAIN)
         del ways  # the next model's peak is its own
         release(torch.device(args.device))

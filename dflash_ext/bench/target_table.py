@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash_ext.bench.markdown import Columns, Row, markdown
-from dflash_ext.bench.shapes import FORWARD_MEMORY, FORWARD_OVER_PLAIN, reached
+from dflash_ext.bench.shapes import FORWARD_MEMORY, FORWARD_OVER_PLAIN, FP8_OVER_BF16, reached
 
 BATCHES: Columns = [
     ("target", "shape", "{}"),
@@ -26,6 +26,20 @@ KINDS: Columns = [
     ("row-wise", "row-wise", "{}"),
     ("rest", "rest", "{}"),
 ]
+FP8: Columns = [
+    ("target", "shape", "{}"),
+    ("batch", "case", "{}"),
+    ("bf16 tokens/s", "ours_ktok_s", "{:.3g}k"),
+    ("FP8 tokens/s", "fp8_ktok_s", "{:.3g}k"),
+    ("× bf16", "over", "{}"),
+]
+TAPS: Columns = [
+    ("target", "shape", "{}"),
+    ("tap", "tap", "{}"),
+    ("error in bf16, against fp32", "bf16", "{:.2e}"),
+    ("error in FP8", "fp8", "{:.2e}"),
+    ("× bf16's", "fp8_over_bf16", "{:.1f}"),
+]
 
 
 def target_table(result: Row) -> str:
@@ -47,5 +61,21 @@ def target_table(result: Row) -> str:
                 {"shape": row["shape"], "case": row["case"], "way": way, "ms": whole}
                 | {kind: f"{v:.0f} ({v / whole:.0%})" for kind, v in ms.items()}
             )
-    text = markdown(BATCHES, rows)
-    return f"{text}\n\n{markdown(KINDS, kinds)}" if kinds else text
+    tables = [markdown(BATCHES, rows)]
+    if kinds:
+        tables.append(markdown(KINDS, kinds))
+    for shape, measured in result.get("fp8", {}).items():
+        tables += fp8_tables(shape, measured)
+    return "\n\n".join(tables)
+
+
+def fp8_tables(shape: str, measured: Row) -> list[str]:
+    """Speed of FP8 beside bf16, and what it does to the taps."""
+    rows = [row | {"shape": shape} for row in measured["rows"]]
+    for row in rows:
+        at = reached(row["fp8_over_ours"], FP8_OVER_BF16)
+        row["over"] = f"{row['fp8_over_ours']:.2f} ({FP8_OVER_BF16.floor:.2f}: {at})"
+    return [
+        markdown(FP8, rows),
+        markdown(TAPS, [row | {"shape": shape} for row in measured["taps"]]),
+    ]

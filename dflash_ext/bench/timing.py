@@ -79,12 +79,17 @@ def interleaved(
 ) -> dict[str, float]:
     """Median seconds of one call of each contestant over `rounds` interleaved rounds."""
     contestants = {name: warmed_up(run, device, burst) for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    order, shuffle = list(runs), random.Random(0).shuffle
+    return medians({name: x.seconds for name, x in contestants.items()}, rounds)
+
+
+def medians(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Median of what each timer returns over `rounds` rounds of random order."""
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    order, shuffle = list(timers), random.Random(0).shuffle
     for _ in range(rounds):
         shuffle(order)  # nobody always follows the one that heats the card most
         for name in order:
-            times[name].append(contestants[name].seconds())
+            times[name].append(timers[name]())
     return {name: statistics.median(t) for name, t in times.items()}
 
 
@@ -109,6 +114,22 @@ class Clock:
     def ms(self, begin: Any, end: Any) -> float:
         """Between two marks that are both behind the device."""
         return begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
+
+
+def timer(run: Run, device: str, prepare: Run = lambda: None) -> Callable[[], float]:
+    """ms of one call, long enough to be a burst; `prepare` runs before each, untimed."""
+    clock = Clock(device)
+
+    def timed() -> float:
+        prepare()
+        synchronise(device)
+        begin = clock.mark()
+        run()
+        end = clock.mark()
+        synchronise(device)
+        return clock.ms(begin, end)
+
+    return timed
 
 
 def host_seconds(run: Run, device: str, repeats: int) -> float:

@@ -1,0 +1,76 @@
+"""FP8 beside bf16 for `bench target`: tokens/s in the same rounds, and how far the taps drift.
+
+Three models with the same weights: ours in bf16, ours with its products in FP8, and transformers'
+own in fp32, the truth for both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_ext.batch import PackedBatch
+from dflash_ext.bench import anchors
+from dflash_ext.bench.target_problem import Case, Shape, random_target
+from dflash_ext.bench.timing import medians, tidy, timer
+from dflash_ext.target import Target
+
+FP8_SHAPES = ("qwen3-8b",)
+"""Dense ones: a mixture's experts are held as one tensor and stay in bf16."""
+DRIFT_LENGTHS = (1024, 512, 300, 150, 60)
+Row = dict[str, Any]
+
+
+def copy_of(target: Target, shape: Shape, dtype: torch.dtype) -> Target:
+    """The same weights in another model, in this dtype."""
+    other = random_target(shape, str(target.device), dtype)
+    other.model.load_state_dict(target.model.state_dict())
+    return other
+
+
+def tap_errors(target: Target, states: Tensor, truth: Tensor) -> list[float]:
+    """Relative error of each tap, of features [T, K*Ht] and the true ones."""
+    width = target.hidden_size
+    pairs = zip(states.float().split(width, 1), truth.float().split(width, 1))
+    return [float((x - y).norm() / y.norm()) for x, y in pairs]
+
+
+def drift(ours: Target, quantised: Target, exact: Target) -> list[Row]:
+    """Of each tap its error in bf16 and in FP8, against fp32 from the same weights."""
+    batch = PackedBatch.random(DRIFT_LENGTHS, ours.model.config.get_text_config().vocab_size)
+    truth = exact.features(batch).features
+    bf16, fp8 = (tap_errors(x, x.features(batch).features, truth) for x in (ours, quantised))
+    return [
+        tidy({"tap": tap, "bf16": a, "fp8": b, "fp8_over_bf16": b / a})
+        for tap, a, b in zip(ours.handed_taps, bf16, fp8)
+    ]
+
+
+def speeds(ours: Target, quantised: Target, case: Case, device: str, rounds: int) -> Row:
+    """tokens/s of both on one batch, over interleaved rounds."""
+    vocab = ours.model.config.get_text_config().vocab_size
+    batch = PackedBatch.random(case.documents, vocab)
+    timers = {
+        name: timer(lambda target=target: target.features(batch), device)  # type: ignore[misc]
+        for name, target in (("ours", ours), ("fp8", quantised))
+    }
+    times = medians(timers | {"product": anchors.timed_products(device)}, rounds)
+    row: Row = {"case": case.name, "tokens": batch.num_tokens}
+    row |= {f"{name}_ms": ms for name, ms in times.items()}
+    row |= {f"{name}_ktok_s": batch.num_tokens / times[name] for name in ("ours", "fp8")}
+    return tidy(row | {"fp8_over_ours": times["ours"] / times["fp8"]})
+
+
+def measure_fp8(
+    ours: Target, shape: Shape, cases: tuple[Case, ...], device: str, rounds: int
+) -> Row:
+    """`ours`: the target in bf16, accelerated. The copies are freed at the end."""
+    quantised = copy_of(ours, shape, torch.bfloat16)
+    quantised.quantise()
+    taps = drift(ours, quantised, copy_of(ours, shape, torch.float32))
+    return {
+        "taps": taps,
+        "rows": [speeds(ours, quantised, case, device, rounds) for case in cases],
+    }
