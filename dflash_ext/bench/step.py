@@ -240,7 +240,7 @@ def main(argv: Sequence[str]) -> None:
             print(line(row), flush=True)
     steps = args.walk if args.walk is not None else (1000 if on_gpu else 20)
     if steps:
-        drafter, largest = ("qwen3-8b", 8192) if on_gpu else ("small", 512)
+        drafter, largest = ("qwen3-8b", 4096) if on_gpu else ("small", 512)
         result["walks"].append(walk(drafter, args.device, steps, args.blocks_at_once, largest))
         keep(args.json, result)
         print(line(result["walks"][0]), flush=True)
