@@ -35,6 +35,7 @@ from dflash_ext.loss import LossOutput
 from dflash_ext.metrics import slot_sums
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.rates import drafter_operations
+from dflash_ext.startup import release
 from dflash_ext.trainer import Inputs, Trainer
 
 LARGEST_DIFFERENCE = 0.02  # of the loss: bf16 against bf16 in another order
@@ -107,6 +108,7 @@ class Baseline:
 
 def measure(case: Case, device: str, rounds: int, blocks_at_once: int, baseline: bool) -> Row:
     """One row. Raises RuntimeError if ours and the composition do not compute the same loss."""
+    release(torch.device(device))  # what the case before left in cycles is no part of this peak
     config, clock = DRAFTERS[case.drafter], Clock(device)
     trainer = random_trainer(config, device, blocks_at_once)
     problem = random_batch(trainer, case.documents, case.anchors)
@@ -186,6 +188,7 @@ def _numerator(trainer: Trainer, problem: tuple[Any, Any, Blocks]) -> Tensor:
 
 def walk(drafter: str, device: str, steps: int, blocks_at_once: int, largest: int) -> Row:
     """Random lengths and anchor counts: memory over the walk, first-seen against seen again."""
+    release(torch.device(device))
     trainer = random_trainer(DRAFTERS[drafter], device, blocks_at_once)
     timed = TimedTrainer(trainer, Clock(device))
     optimizer = DrafterOptimizer(trainer.drafter, OptimOptions(name="adamw", lr=1e-9), 1 << 20)
