@@ -20,7 +20,7 @@ from dflash_ext.ops.layout import AttentionLayout
 
 PRODUCT = 8192
 CPU_PRODUCT = 1024
-# Of one burst: 0.15 s on an H200, as long as a step, so that the card's power limit holds there too.
+# Of one burst: 0.15 s on an H200, as long as a step, so that the power limit holds there too.
 PRODUCTS, CPU_PRODUCTS = 100, 10
 CUDNN_HEADS, CUDNN_DIM = 32, 128
 CUDNN_LENGTHS = (4096, 16384)
