@@ -151,6 +151,11 @@ class DrafterOptimizer:
                 if "step" in state:
                     state["step"].zero_()
 
+    def rehearse(self, sums: Tensor) -> None:
+        """A step of a fresh optimizer that changes nothing: `sums`, as of `step`, are zeros."""
+        self.step(sums)
+        self.skipped_zero = 0
+
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -1,4 +1,10 @@
-"""A target's side of every hand-over, and its whole run: capture for credit, announce, send."""
+"""A target's side of every hand-over, and its whole run: capture for credit, send, announce.
+
+Over NCCL a send is a kernel that spins until the drafter's receive runs, and the first launch of
+any other kernel may wait, inside the driver, until the device is idle (CUDA loads kernels lazily).
+So whatever lets a receive run must need nothing of this device any more: the features are captured,
+the send's kernel is under way, and the header, which makes the drafter receive, is the host's.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +47,7 @@ class Sender:
         ]
         self._in_flight: list[list[Any]] = [[] for _ in self._buffers]
         self._announcer = ranks.helper("announcer") if ranks.nccl else None
+        self._side = torch.cuda.Stream(ranks.device) if ranks.nccl else None
         self._next = 0
         self._stopped: set[int] = set()
         self._watch, self._announced = Stopwatch(ranks.device), time.perf_counter()
@@ -93,24 +100,23 @@ class Sender:
         place = buffer[: batch.num_tokens]
         rows, columns = min(len(place), len(values)), min(place.shape[1], values.shape[1])
         place[:rows, :columns].copy_(values[:rows, :columns])
-        header = told.encode(self._header_size)
-        rank = handover.drafter
-        works[:] = [self._announce(header, rank, control)]
-        # Over NCCL after the copy, on a stream of its own; it meets its receive once announced.
-        works.append(dist.isend(place, dst=rank, group=data, tag=DATA))
-
-    def _announce(self, header: torch.Tensor, rank: int, control: Any) -> Any:
-        """Send a header once the batch is captured: only then may a drafter call it on its way."""
+        header, rank = told.encode(self._header_size), handover.drafter
         if self._announcer is None:
-            return dist.isend(header, dst=rank, group=control, tag=HEADER)
+            works.append(dist.isend(header, dst=rank, group=control, tag=HEADER))
+            works.append(dist.isend(place, dst=rank, group=data, tag=DATA))
+            return
         captured = torch.cuda.Event(blocking=True)
         captured.record()
 
-        def announce() -> None:
+        def once_captured() -> Any:
             captured.synchronize()
+            # On a stream of its own: in the main thread's it would wait for what comes next there.
+            with torch.cuda.stream(self._side):
+                sent = dist.isend(place, dst=rank, group=data, tag=DATA)
             dist.send(header, dst=rank, group=control, tag=HEADER)
+            return sent
 
-        return self._announcer.submit(announce)
+        works.append(self._announcer.submit(once_captured))
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
@@ -122,7 +128,7 @@ class Sender:
 
 def _wait(works: list[Any]) -> None:
     for work in works:
-        work.result() if isinstance(work, Future) else work.wait()
+        (work.result() if isinstance(work, Future) else work).wait()
     works.clear()
 
 

@@ -258,6 +258,8 @@ def rehearse(
 
     Each rank its own side of it. Moments and gradients exist already, as in every later
     micro-batch; the optimizer is fresh. A drafter without a target takes features of ones.
+    What a step launches between its sums over the drafters and its end is loaded from then on:
+    loading may wait for an idle device, and one that sums waits for the others (sender.py).
     """
     trainer = None if side is None else side.trainer
     batch, anchors = largest_batch(
@@ -278,7 +280,7 @@ def rehearse(
             rows = blocks.num_rows
             with side.replicas.step():
                 trainer.micro_step(features or _ones(trainer, batch.num_tokens), batch, blocks)
-            side.optimizer.zero_grad()
+            side.optimizer.rehearse(side.replicas.reduce(trainer.no_sums()))
     except torch.OutOfMemoryError:
         raise UserError(
             f"the largest batch ({batch.num_tokens} tokens, {len(anchors)} blocks) does not fit on "

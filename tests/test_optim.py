@@ -169,7 +169,7 @@ def test_skipped_steps_change_nothing_but_a_counter(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_allocated_moments_change_no_bit_of_training(name):
-    """The rehearsal's step of zero: parameters stay, and later steps are those of a fresh one."""
+    """The rehearsal's steps of zero: parameters stay, and later steps are those of a fresh one."""
 
     def trained(allocate):
         drafter = make()
@@ -181,7 +181,10 @@ def test_allocated_moments_change_no_bit_of_training(name):
             assert optimizer.steps == 0
             moments = snapshot(drafter, optimizer)[len(before) :]
             assert not any(x.any() for x in moments)
-            optimizer.zero_grad()
+            fill_gradients(drafter, seed=9)
+            optimizer.rehearse(torch.zeros_like(ONE))
+            assert all(torch.equal(a, b) for a, b in zip(before, drafter.parameters()))
+            assert all(p.grad is None for p in drafter.parameters())
         for step in range(3):
             fill_gradients(drafter, seed=step)
             optimizer.step(ONE)

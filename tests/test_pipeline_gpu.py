@@ -12,7 +12,7 @@ import pytest
 import torch
 from busy_machine import PATIENCE_SECONDS
 from compared import assert_same_run
-from ranks import begin, records, resumed, run_config, start, two_drafters
+from ranks import begin, loading, records, resumed, run_config, start, two_drafters
 from strike import Strike, rank_table
 from test_pipeline import world  # noqa: F401
 
@@ -62,6 +62,14 @@ def test_stopped_killed_and_continued(world, tmp_path, capfd):  # noqa: F811
     assert "(target 0, pid" in capfd.readouterr().err
     assert start(config) == 0
     assert_same_run(alone, ranks, 80)
+
+
+@needs_two
+def test_a_hand_over_waits_for_no_kernel_that_is_loaded(world, tmp_path):  # noqa: F811
+    """It did: the sender's kernel spun, loading waited for it, and the driver let nothing pass."""
+    topology = {"stall_seconds": 60.0}
+    config = run_config(world, tmp_path / "run", 1, 1, device="cuda", topology=topology)
+    assert start(config, loading) == 0
 
 
 @needs_two

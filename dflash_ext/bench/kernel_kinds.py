@@ -7,14 +7,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dflash_ext.bench.markdown import Row, Rows, markdown
 from dflash_ext.bench.timing import Run, tidy
 
 # The first kind with a part of the name has it; in lower case. Attention comes first, because its
 # kernels are named after the library of products they are made of, too.
 KINDS = {
-    "attention": ("attention", "hopper_fwd", "fmha", "flash", "sdpa"),
+    "attention": ("attention", "hopper_", "fmha", "flash", "sdpa"),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas"),
-    "row-wise": ("elementwise", "rms_norm", "swiglu", "head_norm", "reduce", "catarray", "copy"),
+    "loss": ("vocabulary_",),
+    "row-wise": (
+        *("elementwise", "rms_norm", "swiglu", "head_norm", "quantise", "reduce", "catarray"),
+        *("copy", "cast", "multi_tensor"),
+    ),
 }
 REST = "rest"
 
@@ -74,7 +79,22 @@ def line(row: Mapping[str, Any]) -> str:
     return text
 
 
-def longest(kernels: Iterable[Kernel], count: int = 12) -> list[dict[str, Any]]:
+def kinds_table(rows: Rows, who: str) -> str:
+    """Of rows with "kinds": ms and share of each kind. who: key and heading of what was run."""
+    shown: list[Row] = []
+    for row in rows:
+        for way, times in row.get("kinds", {}).items():
+            ms = {kind: x for kind, x in times.items() if kind != "longest"}
+            whole = sum(ms.values())
+            line = {who: row[who], "case": row["case"], "way": way, "ms": whole}
+            shown.append(line | {kind: f"{x:.0f} ({x / whole:.0%})" for kind, x in ms.items()})
+    columns = [(who, who, "{}"), ("batch", "case", "{}"), ("what", "way", "{}")]
+    columns += [("kernels, ms", "ms", "{:.0f}")]
+    kinds = [kind for kind in (*KINDS, REST) if any(kind in row for row in shown)]
+    return markdown([*columns, *((kind, kind, "{}") for kind in kinds)], shown) if shown else ""
+
+
+def longest(kernels: Iterable[Kernel], count: int = 40) -> list[dict[str, Any]]:
     """For a result: a name that stands under the wrong kind can be seen there."""
     return [
         {"name": k.name[:120], "kind": kind_of(k.name), "calls": k.calls, "ms": round(k.ms, 3)}

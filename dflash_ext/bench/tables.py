@@ -11,9 +11,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dflash_ext.bench.kernel_kinds import kinds_table
 from dflash_ext.bench.markdown import Columns, Row, Rows, markdown
 from dflash_ext.bench.shapes import LAYOUT_MS, STEP_LIMITS, TARGETS, WINDOW_OVERHEAD, reached
-from dflash_ext.bench.target_table import target_table
+from dflash_ext.bench.target_table import target_details, target_table
+from dflash_ext.bench.vocabulary_table import vocabulary_table
 from dflash_ext.errors import UserError
 
 BEGIN = "<!-- numbers: written by `python -m dflash_ext.bench tables`, do not edit -->"
@@ -226,6 +228,10 @@ def step_table(result: Row) -> str:
     return text
 
 
+def step_details(result: Row) -> str:
+    return kinds_table(result["rows"], "drafter")
+
+
 def versions_table(result: Row) -> str:
     """A row per pair of torch and transformers; then which tests failed, and the one extension."""
     pairs = result["pairs"]
@@ -308,6 +314,9 @@ README: Sections = [
 DOCS: Sections = [
     ("attention_h200.json", "Attention on the H200", docs_attention),
     ("fused_h200.json", "Row-wise operators on the H200", lambda r: fused_table(r["rows"])),
+    ("vocabulary_h200.json", "Vocabulary loss on the H200", vocabulary_table),
+    ("step_h200.json", "Where a drafter step's time goes", step_details),
+    ("target_h200.json", "Where a target's time goes", target_details),
     ("launch_h200.json", "Host time on the H200's machine", lambda r: launch_table(r["rows"])),
     ("launch_cpu.json", "Host time of the CPU operator", lambda r: launch_table(r["rows"])),
     ("versions_cpu.json", "Target and trainer tests, one build of the extension", versions_table),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dflash_ext.bench.kernel_kinds import kinds_table
 from dflash_ext.bench.markdown import Columns, Row, markdown
 from dflash_ext.bench.shapes import FORWARD_MEMORY, FORWARD_OVER_PLAIN, FP8_OVER_BF16, reached
 
@@ -15,16 +16,6 @@ BATCHES: Columns = [
     ("× plain transformers, SDPA, padded", "over_plain", "{}"),
     ("packed, transformers' layers, × plain", "own_layers_over_plain", "{:.2f}"),
     ("peak over weights + output", "memory", "{}"),
-]
-KINDS: Columns = [
-    ("target", "shape", "{}"),
-    ("batch", "case", "{}"),
-    ("forward", "way", "{}"),
-    ("kernels, ms", "ms", "{:.0f}"),
-    ("products", "products", "{}"),
-    ("attention", "attention", "{}"),
-    ("row-wise", "row-wise", "{}"),
-    ("rest", "rest", "{}"),
 ]
 FP8: Columns = [
     ("target", "shape", "{}"),
@@ -43,8 +34,8 @@ TAPS: Columns = [
 
 
 def target_table(result: Row) -> str:
-    """A row per batch; then, if it was measured, where the time goes."""
-    rows, kinds = [], []
+    """A row per batch; then FP8 beside bf16."""
+    rows = []
     for row in result["rows"]:
         shown = dict(row) | {"over_plain": f"{row['over_plain']:.2f}"}
         if target := FORWARD_OVER_PLAIN.get((row["shape"], row["case"])):
@@ -54,28 +45,26 @@ def target_table(result: Row) -> str:
             at = reached(row["memory"], FORWARD_MEMORY, smaller=True)
             shown["memory"] = f"{row['memory']:.2f} ({FORWARD_MEMORY.floor:.2f}: {at})"
         rows.append(shown)
-        for way, times in row.get("kinds", {}).items():
-            ms = {k: v for k, v in times.items() if k != "longest"}
-            whole = sum(ms.values())
-            kinds.append(
-                {"shape": row["shape"], "case": row["case"], "way": way, "ms": whole}
-                | {kind: f"{v:.0f} ({v / whole:.0%})" for kind, v in ms.items()}
-            )
     tables = [markdown(BATCHES, rows)]
-    if kinds:
-        tables.append(markdown(KINDS, kinds))
-    for shape, measured in result.get("fp8", {}).items():
-        tables += fp8_tables(shape, measured)
+    if speeds := _fp8(result, "rows"):
+        for row in speeds:
+            at = reached(row["fp8_over_ours"], FP8_OVER_BF16)
+            row["over"] = f"{row['fp8_over_ours']:.2f} ({FP8_OVER_BF16.floor:.2f}: {at})"
+        tables.append(markdown(FP8, speeds))
     return "\n\n".join(tables)
 
 
-def fp8_tables(shape: str, measured: Row) -> list[str]:
-    """Speed of FP8 beside bf16, and what it does to the taps."""
-    rows = [row | {"shape": shape} for row in measured["rows"]]
-    for row in rows:
-        at = reached(row["fp8_over_ours"], FP8_OVER_BF16)
-        row["over"] = f"{row['fp8_over_ours']:.2f} ({FP8_OVER_BF16.floor:.2f}: {at})"
-    return [
-        markdown(FP8, rows),
-        markdown(TAPS, [row | {"shape": shape} for row in measured["taps"]]),
-    ]
+def target_details(result: Row) -> str:
+    """Where the time goes; what FP8 does to each tap."""
+    parts = [kinds_table(result["rows"], "shape")]
+    if taps := _fp8(result, "taps"):
+        parts.append(
+            "Taps against transformers' own forward in fp32, of the same random weights:\n\n"
+            + markdown(TAPS, taps)
+        )
+    return "\n\n".join(part for part in parts if part)
+
+
+def _fp8(result: Row, part: str) -> list[Row]:
+    measured = result.get("fp8", {})
+    return [row | {"shape": shape} for shape, parts in measured.items() for row in parts[part]]
