@@ -30,6 +30,12 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Whatever ran before, and in which process: a test draws the same numbers in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _warm_server():
     """It starts while pytest captures, so that what ranks say is captured too."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from test_generate import drafter_for
 from tiny_targets import one_thread, tiny_hybrid, tiny_model, tiny_tokenizer  # noqa: F401
 
+from dflash_ext.bench.evaluation_table import evaluation_table
 from dflash_ext.comparison import Comparison, DecodeOptions, encode_prompt, short_names
 from dflash_ext.errors import UserError
 from dflash_ext.evaluate import Options, evaluate, find_export, trained_target, trees_of
@@ -81,6 +82,9 @@ def test_the_command(run, tmp_path):
     for name, method in report.methods.items():
         assert written["sets"][0][name]["accept_len"] == method.accept_len
         assert written["sets"][0][name]["tokens_per_second"] > 0
+    lengths = [f"{report.methods[m].accept_len:.2f}" for m in ("lookup", "chain", "tree@5")]
+    assert f"| mine.txt | {' | '.join(lengths)} |" in evaluation_table(written)
+    assert " | 2/2 | " in evaluation_table(written)
     text = console.export_text()
     for shown in (
         "mine.txt",

@@ -14,6 +14,11 @@ from dflash_ext.ops import norm, rotary, rows, swiglu
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+def assert_same(a: Tensor, b: Tensor) -> None:
+    """To a last bit or two: over another stride torch's CPU may take other instructions."""
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
 def width_of(op: str, width: int) -> int:
     return 64 if op == "head_norm_rope" else width
 
@@ -106,18 +111,18 @@ def test_norm_writes_into_slices_and_over_its_inputs() -> None:
     out, total = norm.add_rms_norm_forward(x, y, weight, EPS)
     wide, slot = inside_wide(24)
     assert norm.rms_norm_forward(total, weight, EPS, out=slot) is slot
-    assert torch.equal(slot, out)
+    assert_same(slot, out)
     assert_only_slice_written(wide, 24)
     a, b = x.clone(), y.clone()
     norm.add_rms_norm_forward(a, b, weight, EPS, out=a, total=b)
-    assert torch.equal(a, out)
-    assert torch.equal(b, total)
+    assert_same(a, out)
+    assert_same(b, total)
 
     dx, dweight = norm.rms_norm_backward(total, weight, EPS, g, grad_total=h)
     wide, slot = inside_wide(24)
     again = torch.empty_like(out)
     norm.rms_norm_backward(total, weight, EPS, g, grad_total=h, dx=slot, normed=again)
-    assert torch.equal(slot, dx)
+    assert_same(slot, dx)
     torch.testing.assert_close(again, out)
     assert_only_slice_written(wide, 24)
     for over in (total, g, h):
@@ -125,8 +130,8 @@ def test_norm_writes_into_slices_and_over_its_inputs() -> None:
         target = mine[next(i for i, x in enumerate((total, g, h)) if x is over)]
         d, dw = norm.rms_norm_backward(mine[0], weight, EPS, mine[1], grad_total=mine[2], dx=target)
         assert d is target
-        assert torch.equal(d, dx)
-        assert torch.equal(dw, dweight)
+        assert_same(d, dx)
+        assert_same(dw, dweight)
 
 
 def test_swiglu_backward_in_place_recomputes_the_activation() -> None:
@@ -137,11 +142,11 @@ def test_swiglu_backward_in_place_recomputes_the_activation() -> None:
     mine = dact.clone()
     g, u = wide.chunk(2, dim=1)
     swiglu.swiglu_backward(g, u, mine, dgate=g, dup=u, act=mine)
-    assert torch.equal(wide, torch.cat([dgate, dup], dim=1))
+    assert_same(wide, torch.cat([dgate, dup], dim=1))
     torch.testing.assert_close(mine, act)
     wide, slot = inside_wide(16)
     assert swiglu.swiglu_forward(gate, up, out=slot) is slot
-    assert torch.equal(slot, act)
+    assert_same(slot, act)
     assert_only_slice_written(wide, 16)
 
 
@@ -156,11 +161,11 @@ def test_rotary_reads_and_writes_slices_of_a_fused_projection() -> None:
         grad = torch.randn_like(x)
         out = rotary.head_norm_rope_forward(x, weight, tables, EPS)
         assert out.is_contiguous()
-        assert torch.equal(out, rotary.head_norm_rope_forward(x.clone(), weight, tables, EPS))
+        assert_same(out, rotary.head_norm_rope_forward(x.clone(), weight, tables, EPS))
         dx, _ = rotary.head_norm_rope_backward(x, weight, tables, EPS, grad, dx=dqkv[:, part])
         expected, _ = rotary.head_norm_rope_backward(x.clone(), weight, tables, EPS, grad)
-        assert torch.equal(dx, expected)
-        assert torch.equal(dqkv[:, part], expected)
+        assert_same(dx, expected)
+        assert_same(dqkv[:, part], expected)
     assert dqkv[:, Hq + Hkv :].eq(0).all()
 
 
@@ -169,7 +174,7 @@ def test_one_row_may_stand_for_all() -> None:
     one = torch.randn(1, 3, 64).expand(9, 3, 64)
     tables, weight = rotary.rope_tables(torch.arange(9), 64, 1e4), torch.rand(64)
     out = rotary.head_norm_rope(one, weight, tables, EPS)
-    assert torch.equal(out, rotary.head_norm_rope(one.contiguous(), weight, tables, EPS))
+    assert_same(out, rotary.head_norm_rope(one.contiguous(), weight, tables, EPS))
 
 
 # ---- the angles

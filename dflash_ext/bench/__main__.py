@@ -16,6 +16,7 @@ BENCHMARKS = (
     "once",
     "pipeline",
     "plot",
+    "runs",
     "step",
     "tables",
     "target",

@@ -11,8 +11,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dflash_ext.bench.evaluation_table import evaluation_table
 from dflash_ext.bench.kernel_kinds import kinds_table
 from dflash_ext.bench.markdown import Columns, Row, Rows, markdown
+from dflash_ext.bench.runs import runs_table
 from dflash_ext.bench.shapes import LAYOUT_MS, STEP_LIMITS, TARGETS, WINDOW_OVERHEAD, reached
 from dflash_ext.bench.target_table import target_details, target_table
 from dflash_ext.bench.vocabulary_table import vocabulary_table
@@ -300,6 +302,11 @@ README: Sections = [
         "Quickstart on the CPU: accepted length",
         lambda r: markdown(QUICKSTART, r["rows"]),
     ),
+    (
+        "evaluation_h200.json",
+        "A drafter of SmolLM2-135M trained on one H200: accepted length",
+        evaluation_table,
+    ),
     ("step_h200.json", "Drafter step on the H200", step_table),
     ("step_cpu.json", "Drafter step on the CPU, a small drafter", step_table),
     ("target_h200.json", "Target's forward on the H200, bf16, random weights", target_table),
@@ -317,12 +324,17 @@ DOCS: Sections = [
     ("vocabulary_h200.json", "Vocabulary loss on the H200", vocabulary_table),
     ("step_h200.json", "Where a drafter step's time goes", step_details),
     ("target_h200.json", "Where a target's time goes", target_details),
+    ("training_h200.json", "Held-out blocks of that drafter while it trained", runs_table),
+    ("ablations_h200.json", "Ways to train it, as long as each other", runs_table),
     ("launch_h200.json", "Host time on the H200's machine", lambda r: launch_table(r["rows"])),
     ("launch_cpu.json", "Host time of the CPU operator", lambda r: launch_table(r["rows"])),
     ("versions_cpu.json", "Target and trainer tests, one build of the extension", versions_table),
 ]
 PICTURES = {
     "attention_h200.png": "Attention on the H200: TFLOP/s per shape, ours and the anchors",
+    "training_h200.png": "Training on one H200: held-out accepted length and loss",
+    "evaluation_h200.png": "What it reaches: accepted length, slots, speed",
+    "ablations_h200.png": "Ways to train it: held-out accepted length and loss",
     "attention_cpu.png": "Attention on the CPU: GFLOP/s per shape, ours and SDPA",
 }
 
