@@ -8,6 +8,7 @@ import pytest
 
 from dflash_ext.bench import pipeline
 from dflash_ext.bench.__main__ import BENCHMARKS
+from dflash_ext.bench.pipeline_table import pipeline_table
 from dflash_ext.errors import UserError
 from dflash_ext.watch import INTERRUPTED
 
@@ -29,6 +30,24 @@ def test_the_pace_is_that_of_the_same_batches():
     assert found["share_over_all_steps"] == pytest.approx(0.8)
     memory = found["reserved_gib"]
     assert (memory["steps"], memory["spread"]) == (15, pytest.approx(0.05))
+
+
+def test_both_parts_are_shown():
+    steps = [step(i, 1.0, reserved_gib=10.0 + (i == 12) * 0.5) for i in range(20)]
+    pace = pipeline.pace_of(steps, {"target": 3.0, "drafter": 4.0, "ktok": 10.0}, 5, 5)
+    pair = {"shape": "tiny", "token_budget": 4096, "exit_code": 0} | pace
+    text = pipeline_table({"one_to_one": pair})
+    assert "One target, one drafter, tiny, batches of 4,096." in text
+    assert "| 20 | 2.0 | 0.800 | drafter | – |" in text
+    assert "| 5.00% | – |" in text
+    used = {"seconds": 9.0, "steps": 21, "uses_of_each_sample": [2], "exit_code": 0}
+    used |= {"first_loss": 6.25, "last_loss": 6.0}
+    eight = {"samples": 90, "exit_code": 0, "cuda": used, "cpu": used, "accounting_equal": True}
+    text = pipeline_table({"five_to_three": eight})
+    assert (
+        "90 samples of a tiny target. Batches, blocks and uses on both devices: the same." in text
+    )
+    assert "| cuda | 21 | 9 | [2] | 6.250 | 6.000 |" in text
 
 
 def test_a_run_that_ended_early_says_what_it_can():

@@ -14,6 +14,7 @@ from pathlib import Path
 from dflash_ext.bench.evaluation_table import evaluation_table
 from dflash_ext.bench.kernel_kinds import kinds_table
 from dflash_ext.bench.markdown import Columns, Row, Rows, markdown
+from dflash_ext.bench.pipeline_table import pipeline_table
 from dflash_ext.bench.runs import runs_table
 from dflash_ext.bench.shapes import LAYOUT_MS, STEP_LIMITS, TARGETS, WINDOW_OVERHEAD, reached
 from dflash_ext.bench.target_table import target_details, target_table
@@ -326,6 +327,8 @@ DOCS: Sections = [
     ("target_h200.json", "Where a target's time goes", target_details),
     ("training_h200.json", "Held-out blocks of that drafter while it trained", runs_table),
     ("ablations_h200.json", "Ways to train it, as long as each other", runs_table),
+    ("pipeline_h200x2_one_to_one.json", "Two ranks over NCCL on two H200s", pipeline_table),
+    ("pipeline_h200x2_five_to_three.json", "Eight ranks on two H200s, over gloo", pipeline_table),
     ("launch_h200.json", "Host time on the H200's machine", lambda r: launch_table(r["rows"])),
     ("launch_cpu.json", "Host time of the CPU operator", lambda r: launch_table(r["rows"])),
     ("versions_cpu.json", "Target and trainer tests, one build of the extension", versions_table),
