@@ -34,7 +34,16 @@ from dflash_ext.errors import UserError, run_cli  # noqa: E402
 TRANSFORMERS = ("5.6.0", "5.8.1", "5.17.0", "newest")
 TESTS = (
     *("transformers_api", "target", "target_load", "teacher", "shield", "reader", "drafting"),
-    *("acceleration", "causal", "fp8", "target_loading", "split_target", "startup", "identity"),
+    *(
+        "acceleration",
+        "causal",
+        "mixture",
+        "fp8",
+        "target_loading",
+        "split_target",
+        "startup",
+        "identity",
+    ),
     *("generate", "drafter", "trainer", "loss", "initialise", "muon", "optim", "checkpoint"),
     *("train", "train_errors", "export", "export_check", "evaluate", "synthesis", "prepare"),
     *("chat", "templates", "append_only", "regenerate_in_process", "attention_cpu", "fused_ops"),

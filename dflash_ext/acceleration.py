@@ -43,7 +43,7 @@ class Acceleration:
             if fused and can_fuse(layer, config.model_type)
         ]
         for i, layer in self.fused_layers:
-            fuse(layer, transformers_api.window_of(config, i))
+            fuse(layer, config.model_type, transformers_api.window_of(config, i))
 
     def again(self, layers: Sequence[nn.Module]) -> Acceleration:
         """The same changes once more, after `remove`, to a model whose modules were exchanged."""

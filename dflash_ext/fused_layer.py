@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash_ext.fp8 import Fp8Linear, is_plain
+from dflash_ext.mixture import Mixture, is_mixture
 from dflash_ext.ops.norm import rms_norm_forward
 from dflash_ext.ops.quantise import Quantised, quantise_rows
 from dflash_ext.ops.rotary import RopeTables, head_norm_rope_forward, head_rope_forward
@@ -106,10 +107,12 @@ def _rotate(heads: Tensor, norm: Norm | None, tables: RopeTables) -> None:
 
 
 class FeedForward:
-    """What is added to the residual after attention: a gated product, or a module of its own."""
+    """What is added to the residual after attention: a gated product, a mixture of experts that we
+    compute, or a module of its own."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, model_type: str) -> None:
         self._module = module
+        self._mixture = Mixture(module) if is_mixture(module, model_type) else None
         self._gated = _children(module) == _GATED_PARTS
         if self._gated:
             self._gate_up = [Product(module.gate_proj), Product(module.up_proj)]
@@ -126,6 +129,8 @@ class FeedForward:
         """[T, H] of x [T, H]."""
         if self._gated:
             return self._down(self._activation(x))
+        if self._mixture is not None:
+            return self._mixture(x)
         made = self._module(x[None])  # a mixture of experts expects sequences, may return scores
         return (made[0] if isinstance(made, tuple) else made)[0]
 
@@ -143,13 +148,13 @@ class FusedLayer:
     also behind each of them.
     """
 
-    def __init__(self, layer: Any, window: int | None) -> None:
+    def __init__(self, layer: Any, model_type: str, window: int | None) -> None:
         """layer: one that `can_fuse` accepts; window: positions it sees, None for all."""
         self._sandwich = _children(layer) >= _SANDWICH_NORMS
         self._attention_norm = Norm(layer.input_layernorm)
         self._attention = Attention(layer.self_attn, window)
         self._output = Product(layer.self_attn.o_proj)
-        self._feed_forward = FeedForward(layer.mlp)
+        self._feed_forward = FeedForward(layer.mlp, model_type)
         if self._sandwich:
             self._behind_attention = Norm(layer.post_attention_layernorm)
             self._feed_forward_norm = Norm(layer.pre_feedforward_layernorm)
@@ -179,9 +184,9 @@ def can_fuse(layer: nn.Module, model_type: str) -> bool:
     return _children(layer.self_attn) - _HEAD_NORMS == _ATTENTION_PARTS  # type: ignore[arg-type]
 
 
-def fuse(layer: Any, window: int | None) -> None:
+def fuse(layer: Any, model_type: str, window: int | None) -> None:
     """Let packed forwards of `layer` run as a `FusedLayer`, and all others as before."""
-    fused, before = FusedLayer(layer, window), layer.forward
+    fused, before = FusedLayer(layer, model_type, window), layer.forward
 
     def forward(hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         packing = current_packing()

@@ -117,7 +117,7 @@ def small() -> Target:
     return random_target(SHAPES["tiny-qwen3"], "cuda", BF16)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma3"])
 def test_a_steady_forward_never_waits_for_the_device(family):
     target = Target(tiny_model(family, head_dim=64).bfloat16().cuda())
     assert fused_layers(target) == 4
