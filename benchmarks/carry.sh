@@ -14,9 +14,7 @@ fetch() { # FOLDER PACKAGE...
     --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
     -d "$folder" "$@"
 }
-mkdir -p .whl .scratch/small "$(git rev-parse --git-path info)"
-exclude=$(git rev-parse --git-path info/exclude)
-grep -qs '^/.whl/$' "$exclude" || printf '/.whl/\n/.scratch/\n' >> "$exclude"
+mkdir -p .whl .scratch/small
 fetch .whl tyro gguf docstring-parser typeguard
 if [ "${1:-}" = small_target ]; then
   # as pinned in dflash_ext/data/registry.py

@@ -22,6 +22,12 @@ class FeatureError(RuntimeError):
     """A feature batch does not match the tokens it is said to belong to; never train on it."""
 
 
+def one_line(error: BaseException) -> str:
+    """The first line of what an error says, or its name if it says nothing."""
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
 def parse_options(kind: type[T], arguments: list[str], **more: Any) -> T:
     """`tyro.cli(kind, args=arguments, **more)`, but what options have against their values, a
     UserError, is raised as one instead of being framed and explained by tyro."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dflash_ext.fp8 import Fp8Linear, is_plain
 from dflash_ext.mixture import Mixture, is_mixture
+from dflash_ext.module_parts import children_of, is_silu
 from dflash_ext.ops.norm import rms_norm_forward
 from dflash_ext.ops.quantise import Quantised, quantise_rows
 from dflash_ext.ops.rotary import RopeTables, head_norm_rope_forward, head_rope_forward
@@ -78,7 +79,7 @@ class Attention:
     def __init__(self, module: Any, window: int | None) -> None:
         self._qkv = [Product(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
         self._head_dim: int = module.head_dim
-        normed = _children(module) >= _HEAD_NORMS
+        normed = children_of(module) >= _HEAD_NORMS
         self._q_norm, self._k_norm = (
             Norm(getattr(module, name)) if normed else None for name in ("q_norm", "k_norm")
         )
@@ -113,11 +114,11 @@ class FeedForward:
     def __init__(self, module: Any, model_type: str) -> None:
         self._module = module
         self._mixture = Mixture(module) if is_mixture(module, model_type) else None
-        self._gated = _children(module) == _GATED_PARTS
+        self._gated = children_of(module) == _GATED_PARTS
         if self._gated:
             self._gate_up = [Product(module.gate_proj), Product(module.up_proj)]
             self._down = Product(module.down_proj)
-            self._act = None if _is_silu(module.act_fn) else module.act_fn
+            self._act = None if is_silu(module.act_fn) else module.act_fn
 
     def _activation(self, x: Tensor) -> Tensor | Quantised:
         gate, up = together(x, self._gate_up)
@@ -150,7 +151,7 @@ class FusedLayer:
 
     def __init__(self, layer: Any, model_type: str, window: int | None) -> None:
         """layer: one that `can_fuse` accepts; window: positions it sees, None for all."""
-        self._sandwich = _children(layer) >= _SANDWICH_NORMS
+        self._sandwich = children_of(layer) >= _SANDWICH_NORMS
         self._attention_norm = Norm(layer.input_layernorm)
         self._attention = Attention(layer.self_attn, window)
         self._output = Product(layer.self_attn.o_proj)
@@ -179,9 +180,9 @@ def can_fuse(layer: nn.Module, model_type: str) -> bool:
     """Is it a layer of a known family, made of the parts we know, and nobody else's already?"""
     if model_type not in FAMILIES or "forward" in vars(layer):
         return False
-    if _children(layer) - _SANDWICH_NORMS != _NORMS | {"self_attn", "mlp"}:  # or not loaded
+    if children_of(layer) - _SANDWICH_NORMS != _NORMS | {"self_attn", "mlp"}:  # or not loaded
         return False
-    return _children(layer.self_attn) - _HEAD_NORMS == _ATTENTION_PARTS  # type: ignore[arg-type]
+    return children_of(layer.self_attn) - _HEAD_NORMS == _ATTENTION_PARTS  # type: ignore[arg-type]
 
 
 def fuse(layer: Any, model_type: str, window: int | None) -> None:
@@ -200,11 +201,3 @@ def fuse(layer: Any, model_type: str, window: int | None) -> None:
 def unfuse(layer: Any) -> None:
     """Undo `fuse`."""
     del layer.forward
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-def _is_silu(act: nn.Module) -> bool:
-    return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"

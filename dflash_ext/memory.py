@@ -62,18 +62,23 @@ def largest_batch(
 ) -> tuple[PackedBatch, Tensor]:
     """The largest batch the budgets allow, and anchors of it (int64 [N]).
 
-    Of the anchors `limit`, or by default those of one backward pass, whose memory is the largest.
-    Documents of equal length fill the token budget; every token is supervised, and anchors stand
-    where their whole block is, so that no step has more supervised rows.
+    Of the anchors `limit`, or by default those of two backward passes (turns), the first of them
+    full: it keeps the casts of the weights for the second (layers.py), and no turn takes more
+    memory. Documents of equal length fill the token budget; every token is supervised, and anchors
+    stand where their whole block is, so that no step has more supervised rows.
     """
     documents = max(1, min(options.max_documents, options.token_budget // 2))
     length = max(2, min(max_length, options.token_budget // documents))
     ids = torch.arange(length) % vocab_size
     supervised = torch.ones(length, dtype=torch.bool)
     batch = PackedBatch.from_documents([(ids, supervised)] * documents, range(documents))
-    per_document = min(options.anchors_per_sequence, length - 1)
+    per_document, turn = min(options.anchors_per_sequence, length - 1), options.blocks_at_once
+    counts = [per_document] * documents
+    whole, rest = divmod(turn, per_document)
+    if limit is None and rest and whole < documents:
+        counts[whole] = rest  # the first turn ends with this document
     last = max(per_document, length - block_size + 1)  # anchors before it see a whole block
     anchors = torch.cat(
-        [d * length + torch.arange(last - per_document, last) for d in range(documents)]
+        [d * length + torch.arange(last - count, last) for d, count in enumerate(counts)]
     )
-    return batch, anchors[: limit or options.blocks_at_once]
+    return batch, anchors[: limit or min(2 * turn, options.anchor_budget)]

@@ -7,12 +7,13 @@ experts, H hidden, I intermediate of one expert.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dflash_ext.module_parts import children_of, is_silu
+from dflash_ext.ops.grouped import grouped_product, multiplies_in_groups
 from dflash_ext.ops.swiglu import swiglu_forward
 
 _PARTS = {"gate", "experts"}
@@ -58,36 +59,14 @@ def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(ids, every, right=True, out_int32=True)
 
 
-def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """[S, O]: rows [ends[e - 1], ends[e]) of x [S, I] times weights[e]^T, weights [E, O, I]."""
-    if x.is_cuda:
-        grouped = getattr(nn.functional, "grouped_mm", None) or torch._grouped_mm
-        return grouped(x, weights.transpose(1, 2), offs=ends)
-    out, begin = x.new_empty(len(x), weights.shape[1]), 0
-    for weight, end in zip(weights, ends.tolist()):
-        torch.mm(x[begin:end], weight.T, out=out[begin:end])
-        begin = end
-    return out
-
-
 def is_mixture(module: nn.Module, model_type: str) -> bool:
     """Is it a block that `Mixture` computes, on a device that multiplies in groups?"""
-    if model_type not in FAMILIES or {name for name, _ in module.named_children()} != _PARTS:
+    if model_type not in FAMILIES or children_of(module) != _PARTS:
         return False
     experts: Any = module.experts
     weights = dict(experts.named_parameters())
     return (
         weights.keys() == _WEIGHTS
-        and type(experts.act_fn).__name__ in ("SiLU", "SiLUActivation")
-        and grouped_products_run(weights["down_proj"].device)
+        and is_silu(experts.act_fn)
+        and multiplies_in_groups(weights["down_proj"].device)
     )
-
-
-@functools.cache
-def grouped_products_run(device: torch.device) -> bool:
-    """Has this torch grouped products for the device? (The CPU multiplies one after the other.)"""
-    if device.type != "cuda" or hasattr(nn.functional, "grouped_mm"):
-        return True
-    newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
-    hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return hasattr(torch, "_grouped_mm") and (newer or hopper)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -15,12 +16,25 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+METRICS_FILE = "metrics.jsonl"
 LINE_SECONDS = 10.0
 """Between two progress lines where there is no terminal."""
 
 
 def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run folder's metrics.jsonl; of a line cut off by a kill nothing.
+
+    FileNotFoundError, NotADirectoryError without one.
+    """
+    records = []
+    for line in (folder / METRICS_FILE).read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
 
 
 class Stage:
@@ -64,7 +78,7 @@ class Monitor:
         width = None if self.stream.isatty() else 120  # a log file has no width to fit into
         self.console = Console(file=self.stream, width=width, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
-        self._metrics = None if folder is None else (folder / "metrics.jsonl").open("a")
+        self._metrics = None if folder is None else (folder / METRICS_FILE).open("a")
         self._writer: Any = None
         if tensorboard and folder is not None:
             from torch.utils.tensorboard import SummaryWriter

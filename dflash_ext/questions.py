@@ -24,6 +24,7 @@ from dflash_ext.best import Best
 from dflash_ext.checkpoint import Progress, Snapshot, host_copy, write_snapshot
 from dflash_ext.comparison import Comparison, decoded_lengths
 from dflash_ext.drafter import Drafter, DrafterConfig
+from dflash_ext.errors import one_line
 from dflash_ext.judge import Judge
 from dflash_ext.monitor import Monitor
 from dflash_ext.parallel import Replicas
@@ -68,7 +69,7 @@ class Far:
     """
 
     def __init__(self, ranks: Ranks, folder: Path | None, monitor: Monitor, best: Best) -> None:
-        """folder: the run's on rank 0; the other sharded drafters only bring their part."""
+        """folder: the run's on rank 0; None for the other drafters."""
         assert isinstance(ranks.watch, Watch)
         self._watch, self._run, self._monitor, self._best = ranks.watch, folder, monitor, best
         self._number = 0  # of the next question
@@ -83,7 +84,7 @@ class Far:
             shutil.rmtree(self._run / FOLDER, ignore_errors=True)
 
     def step(self, progress: Progress, replicas: Replicas, *, due: bool) -> None:
-        drafter = replicas.whole() if due else None
+        drafter = replicas.whole() if due else None  # of sharded drafters all bring their part
         if self._run is None:
             return
         if drafter is not None:
@@ -127,7 +128,8 @@ class Far:
         self._best.consider(asked.progress, found["accept_len"], asked.weights)
 
     def finish(self, stopped: bool) -> None:
-        if self._run is None:
+        if self._run is None:  # nor may it wait for rank 0 in a sum meanwhile
+            self._watch.wait_for("decode/end", "waiting for rank 0's last question")
             return
         while not stopped and (self._pending or self._waiting):
             self._ask()
@@ -204,10 +206,8 @@ class Answerer:
         return decoded_lengths(self._comparison, "during", drafter.config.block_size)
 
     def _give_up(self, error: BaseException) -> None:
-        text = str(error).strip().splitlines()
-        reason = text[0] if text else type(error).__name__
         rank, role = self._watch.rank, self._watch.roles[self._watch.rank]
-        self._watch.give_up(f"rank {rank} ({role}), decoding for rank 0: {reason}")
+        self._watch.give_up(f"rank {rank} ({role}), decoding for rank 0: {one_line(error)}")
 
     def finish(self) -> None:
         """Return when rank 0 wants no more answers and the thread has ended."""

@@ -9,7 +9,7 @@ gradients go over NCCL where every rank has a GPU of its own, else over gloo.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +30,10 @@ from dflash_ext.watch import NoWatch, Watch
 _TRANSFER_BLOCKS = 4
 
 
+def _raised(error: BaseException) -> Any:
+    raise error
+
+
 @dataclass
 class Ranks:
     """This process among the others."""
@@ -46,6 +50,8 @@ class Ranks:
     """(target, drafter) -> (gloo group, data group) of those two."""
     drafter_group: Any = None
     """Of all drafters; None if there is one."""
+    fail: Callable[[BaseException], Any] = field(default=_raised)
+    """End the run for an error of a helper thread, which the main thread may never see."""
     table: list[dict[str, Any]] = field(default_factory=list)
     """Of each rank: its role, host, process id and device, and what its data go over."""
 

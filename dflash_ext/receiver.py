@@ -88,9 +88,10 @@ class Receiver:
             torch.empty(shape, dtype=self._dtype, pin_memory=True) if ranks.staged else buffer
             for buffer in self._buffers
         ]
-        self._side = torch.cuda.Stream(ranks.device) if ranks.nccl else None
         targets = range(ranks.topology.targets if ranks.nccl else 0)
         self._fetchers = [ranks.helper(f"from target {target}") for target in targets]
+        # One for each target: what comes from one waits for no other.
+        self._sides = [torch.cuda.Stream(ranks.device) for _ in targets]
         self._free, self._arrivals = deque(range(buffers)), deque[_Arrival]()
         self._used: dict[str, int] = {}
         self._target_watch, self._transfer_watch = Stopwatch(ranks.device), Stopwatch(ranks.device)
@@ -132,7 +133,7 @@ class Receiver:
         """In a thread, over NCCL: ask for a batch once it is announced, and look at what comes."""
         arrival.header_work.wait()
         flags, ready = torch.empty(2, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
-        with torch.cuda.stream(self._side):
+        with torch.cuda.stream(self._sides[arrival.handover.target]):
             free.wait()
             work: Any = dist.irecv(arrival.place, src=source, group=data, tag=DATA)
             work.wait()  # the stream's, not this thread's

@@ -1,9 +1,10 @@
 """A target's side of every hand-over, and its whole run: capture for credit, send, announce.
 
 Over NCCL a send is a kernel that spins until the drafter's receive runs, and the first launch of
-any other kernel may wait, inside the driver, until the device is idle (CUDA loads kernels lazily).
-So whatever lets a receive run must need nothing of this device any more: the features are captured,
-the send's kernel is under way, and the header, which makes the drafter receive, is the host's.
+any other kernel may wait, inside the driver and with all other calls into it behind it, until the
+device is idle (CUDA loads kernels lazily). So what lets a receive run, the header, goes out before
+there is a send that spins: the device of a target is idle sooner or later whatever it loads, and so
+is a drafter's, whose receives all have a send behind their header.
 """
 
 from __future__ import annotations
@@ -109,12 +110,15 @@ class Sender:
         captured.record()
 
         def once_captured() -> Any:
-            captured.synchronize()
-            # On a stream of its own: in the main thread's it would wait for what comes next there.
-            with torch.cuda.stream(self._side):
-                sent = dist.isend(place, dst=rank, group=data, tag=DATA)
-            dist.send(header, dst=rank, group=control, tag=HEADER)
-            return sent
+            try:
+                captured.synchronize()
+                dist.send(header, dst=rank, group=control, tag=HEADER)
+                # On a stream of its own: in the main thread's it would wait for what comes there.
+                with torch.cuda.stream(self._side):
+                    return dist.isend(place, dst=rank, group=data, tag=DATA)
+            except BaseException as error:  # nobody looks at this thread for two captures
+                self._ranks.fail(error)
+                raise
 
         works.append(self._announcer.submit(once_captured))
 

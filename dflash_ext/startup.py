@@ -258,8 +258,8 @@ def rehearse(
 
     Each rank its own side of it. Moments and gradients exist already, as in every later
     micro-batch; the optimizer is fresh. A drafter without a target takes features of ones.
-    What a step launches between its sums over the drafters and its end is loaded from then on:
-    loading may wait for an idle device, and one that sums waits for the others (sender.py).
+    What a step of AdamW launches between its sums over the drafters and its end is loaded from then
+    on: loading may wait for an idle device, and one that sums waits for the others (sender.py).
     """
     trainer = None if side is None else side.trainer
     batch, anchors = largest_batch(

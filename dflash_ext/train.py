@@ -186,7 +186,7 @@ def _train(
         del before
     best = Best(ranks, folder, DECODED if config.eval.decode_every else VALIDATION)
     decoding: Decoding | None = None
-    if config.eval.decode_every and kept is None and (ranks.first or config.topology.shard):
+    if config.eval.decode_every and kept is None:
         decoding = Far(ranks, folder, monitor, best)
     elif config.eval.decode_every and kept is not None and judge is not None:
         decoding = Near(judge, kept, best)

@@ -16,7 +16,6 @@ transformers is imported where it is used: it is heavy, and whoever only parses 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import io
@@ -32,6 +31,7 @@ from safetensors import SafetensorError
 
 from dflash_ext.drafter_rules import FULL, SLIDING
 from dflash_ext.errors import UserError
+from dflash_ext.ops.grouped import torch_multiplies_in_groups
 
 # Bases of their modules whose `__call__` adds nothing to torch's in inference.
 PLAIN_CALLS = ("transformers.modeling_layers.GradientCheckpointingLayer",)
@@ -171,21 +171,9 @@ def choose_experts(model: Any) -> None:
     In place, and only on a CPU: transformers itself asks what a GPU can do.
     """
     chosen = getattr(model.config.get_text_config(), "_experts_implementation", None)
-    if chosen == "grouped_mm" and model.device.type == "cpu" and not _grouped_product_runs():
+    grouped = chosen == "grouped_mm" and model.device.type == "cpu"
+    if grouped and not torch_multiplies_in_groups(model.device, torch.float32):
         model.set_experts_implementation("eager")
-
-
-@functools.cache
-def _grouped_product_runs() -> bool:
-    product = getattr(torch.nn.functional, "grouped_mm", getattr(torch, "_grouped_mm", None))
-    if product is None:  # transformers has its own then
-        return True
-    rows, groups = torch.ones(8, 8), torch.ones(1, 8, 8)
-    try:
-        product(rows, groups, offs=torch.tensor([8], dtype=torch.int32))
-    except RuntimeError:  # also NotImplementedError
-        return False
-    return True
 
 
 # --- loading

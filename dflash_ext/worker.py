@@ -10,13 +10,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from dflash_ext.config import TrainConfig
-from dflash_ext.errors import FeatureError, UserError
+from dflash_ext.errors import FeatureError, UserError, one_line
 from dflash_ext.launch import root_cause
 from dflash_ext.probe import choose_topology
 from dflash_ext.ranks import Ranks, join_world, leave_world, make_ranks, store_address
@@ -40,6 +41,7 @@ def as_rank(config: TrainConfig, train: Callable[[TrainConfig, Ranks], int]) -> 
         topology = choose_topology(config, watch, rank, size, device)
         watch.set_roles([topology.role(r) for r in range(size)])
         ranks = make_ranks(config, topology, rank, device, nccl, watch)
+        ranks.fail = partial(_end, watch, rank, size)
         code = train(config, ranks)
     except BaseException as error:  # the process ends here, with every rank told why
         _end(watch, rank, size, error)
@@ -79,9 +81,7 @@ def _end(watch: Watch, rank: int, size: int, error: BaseException) -> None:
         first = root_cause(watch.store, rank, size, _GRACE_SECONDS)
         if first is None and _is_connection(error):
             first = root_cause(watch.store, rank, size, SILENT_SECONDS + 5)
-        text = str(error).strip().splitlines()
-        reason = text[0] if text else type(error).__name__
-        message = f"{name}, {watch.activity}: {reason}"
+        message = f"{name}, {watch.activity}: {one_line(error)}"
         if first is not None:
             _leave(first, rank)
         trace = not _is_connection(error)

@@ -23,6 +23,7 @@ way() {
     *) echo "unknown way '$1'" >&2; return 1 ;;
   esac
 }
+for name in $names; do way "$name" > /dev/null; done # a wrong name costs no run
 mkdir -p "$folder"
 runs=()
 for name in $names; do

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A real drafter from nothing but packages, in some 20 minutes on one H200: the small target writes
-# 24,000 conversations, a drafter is trained on them for about ten minutes and evaluated.
+# A real drafter from nothing but packages, on one large GPU: the small target writes 24,000
+# conversations, a drafter is trained on them for 2,400 steps and evaluated.
 #   bash runs/real_result.sh [RUN_FOLDER [options of dflash_ext.train]]
 # EVALUATE="--limit 4 --batch 4": options of dflash_ext.evaluate
 set -euo pipefail

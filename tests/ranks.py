@@ -179,7 +179,7 @@ def as_if_nccl(config: TrainConfig) -> int:
 
     join, new_group, irecv = worker.join_world, dist.new_group, dist.irecv
     isend, send = dist.isend, dist.send
-    data_groups, order, on_their_way = [], [], []
+    data_groups, order, announced = [], [], []
 
     def group(ranks, backend, timeout, pg_options=None):
         if backend == "nccl":
@@ -197,14 +197,14 @@ def as_if_nccl(config: TrainConfig) -> int:
         return irecv(tensor, src=src, group=group, tag=tag)
 
     def send_later(tensor, dst, group, tag):
-        if group in data_groups:
-            assert "announcer" in threading.current_thread().name  # not before it is captured
-            on_their_way.append(dst)
+        if group in data_groups:  # a send spins until the drafter receives, for which it is told
+            assert announced.pop() == dst
         return isend(tensor, dst=dst, group=group, tag=tag)
 
     def send_now(tensor, dst, group, tag=0):
-        if tag == HEADER:  # what makes the drafter receive comes behind the send
-            assert on_their_way.pop() == dst
+        if tag == HEADER:
+            assert "announcer" in threading.current_thread().name  # not before it is captured
+            announced.append(dst)
         return send(tensor, dst=dst, group=group, tag=tag)
 
     def options():
@@ -235,29 +235,34 @@ def as_if_staged(config: TrainConfig) -> int:
 
 
 def loading(config: TrainConfig) -> int:
-    """A rank whose captures and micro-steps launch kernels that its process has not run before.
+    """A rank that launches a kernel for the first time while a send spins, or is about to.
 
-    CUDA loads a kernel at its first launch, and may wait for an idle device then.
+    CUDA loads a kernel at its first launch, may wait for an idle device then, and keeps all other
+    calls into the driver waiting too. The announcing thread dawdles with one of these at its end.
     """
     from dflash_ext.target import Target
-    from dflash_ext.trainer import Trainer
 
     x = torch.ones(64, device="cuda")
-    names = ["i0", "i0e", "i1", "i1e", "erfcx", "ndtri", "log_ndtr", "bessel_j0", "bessel_j1"]
-    names += ["bessel_y0", "bessel_y1", "entr", "digamma", "spherical_bessel_j0"]
-    names += ["modified_bessel_i0", "modified_bessel_i1", "modified_bessel_k0"]
-    names += ["modified_bessel_k1", "airy_ai", "gammaln", "erfinv", "sinc", "expit"]
-    kernels = iter([getattr(torch.special, name) for name in names])
+    names = ["erf", "erfc", "expm1", "log1p", "asinh", "acosh", "atanh", "sinh", "cosh", "tan"]
+    kernels = iter([getattr(torch, name) for name in [*names, "asin", "acos", "atan", "exp2"]])
+    spinning, features, isend = threading.Event(), Target.features, dist.isend
 
-    def before(run):
-        def wrapped(*args):
-            for kernel in itertools.islice(kernels, 1):
-                kernel(x)
-            return run(*args)
+    def capture(*args):
+        spinning.wait(0.5)  # the batch before is on its way
+        spinning.clear()
+        for kernel in itertools.islice(kernels, 1):
+            kernel(x)
+        return features(*args)
 
-        return wrapped
+    def send(tensor, **keywords):
+        work = isend(tensor, **keywords)
+        if tensor.is_cuda:
+            spinning.set()
+            time.sleep(0.2)
+            torch.cuda.Event().record()
+        return work
 
-    Target.features, Trainer.micro_step = before(Target.features), before(Trainer.micro_step)
+    Target.features, dist.isend = capture, send
     return run_rank(config)
 
 

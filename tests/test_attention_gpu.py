@@ -16,7 +16,14 @@ import torch
 from attention_cases import CASES, Case, case_layout, make_inputs, reference_gradients
 
 from dflash_ext import _C
-from dflash_ext.ops.attention import Tensors, attention_path, dflash_attention, forced_path
+from dflash_ext.ops.attention import (
+    Tensors,
+    attention_path,
+    dflash_attention,
+    dflash_attention_forward,
+    forced_path,
+    visible_pairs,
+)
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
 
 pytestmark = pytest.mark.gpu
@@ -125,6 +132,17 @@ def test_hopper_numerics(case: Case) -> None:
 @pytest.mark.parametrize("case", [*CASES, *GRID], ids=str)
 def test_numerics(case: Case, path: str) -> None:
     assert_two_times_rule(*make_inputs(case, BF16, "cuda"))
+
+
+@pytest.mark.parametrize("case", [GRID[0], GRID[3], GRID[5], GRID[-1]], ids=str)
+def test_lse_of_every_head_and_row(case: Case, path: str) -> None:
+    t, layout, _ = make_inputs(replace(case, padding=0), BF16, "cuda")
+    _, lse = dflash_attention_forward(*t, layout)
+    q, k_ctx, _, k_blk, _ = (x.double() for x in t)
+    keys = torch.cat([k_ctx, k_blk]).repeat_interleave(case.G, dim=1)
+    score = torch.einsum("qhd,khd->hqk", q, keys) * case.D**-0.5
+    truth = score.masked_fill(~visible_pairs(layout), -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(lse.double(), truth, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("T", [*range(1, 33), 63, 64, 65, 127, 128, 129])

@@ -49,8 +49,14 @@ def test_runs_are_told_by_what_differs(tmp_path, capsys):
 
 def test_what_is_no_run_is_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty is no run folder: options\.json is missing"):
+    with pytest.raises(UserError, match=r"empty is no run folder: expected options\.json"):
         runs.main([str(tmp_path / "empty")])
+    with pytest.raises(UserError, match="Not a directory"):
+        runs.main([__file__])
+    torn = run_folder(tmp_path / "torn")
+    with (torn / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tr')
+    assert len(runs.curve(torn)) == 2
     early = run_folder(tmp_path / "early", validated=())
     with pytest.raises(UserError, match="has not validated yet"):
         runs.main([str(early)])

@@ -14,6 +14,7 @@ from dflash_ext.bench.step import Baseline
 from dflash_ext.bench.step_problem import SMALL, random_batch, random_trainer
 from dflash_ext.drafter import FULL, SLIDING
 from dflash_ext.errors import UserError
+from dflash_ext.layers import Linear
 
 TINY = dataclasses.replace(
     SMALL,
@@ -84,3 +85,35 @@ def test_wrong_options_are_one_line_errors():
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="--device cpu"):
             step.main(["--device", "cuda"])
+
+
+@pytest.mark.parametrize(("documents", "anchors"), [((90, 30, 60), 60), ((40,), 39), ((3, 2), 50)])
+def test_anchors_are_spread_by_length_and_never_twice(documents, anchors):
+    trainer = random_trainer(TINY, "cpu", blocks_at_once=4)
+    _, batch, blocks = random_batch(trainer, documents, anchors)
+    possible = sum(n - 1 for n in documents)
+    assert blocks.num_blocks == min(anchors, possible)
+    assert bool((blocks.anchors.diff() > 0).all())
+    document = torch.searchsorted(batch.doc_starts[1:], blocks.anchors, right=True)
+    counts = torch.bincount(document, minlength=len(documents))
+    for count, n in zip(counts.tolist(), documents):
+        assert abs(count - blocks.num_blocks * (n - 1) / possible) <= 1
+
+
+def test_casts_are_kept_for_every_turn_but_the_last(monkeypatch):
+    """At the loss, where memory is at its fullest."""
+    trainer, alive = random_trainer(TINY, "cpu", blocks_at_once=4), []
+    trainer.embedding, trainer.head = trainer.embedding.bfloat16(), trainer.head.bfloat16()
+    problem = random_batch(trainer, (60, 50), 11)
+    layers = [m for m in trainer.drafter.modules() if isinstance(m, Linear)]
+    loss = trainer.loss
+
+    def watched(*args):
+        alive.append(sum(layer._cast is not None for layer in layers))
+        return loss(*args)
+
+    monkeypatch.setattr(trainer, "loss", watched)
+    trainer.micro_step(*problem)
+    turns = len(list(problem[2].chunks(4)))
+    assert turns > 2
+    assert alive == [len(layers)] * (turns - 1) + [0]

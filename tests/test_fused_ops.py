@@ -115,8 +115,8 @@ def test_norm_writes_into_slices_and_over_its_inputs() -> None:
     assert_only_slice_written(wide, 24)
     a, b = x.clone(), y.clone()
     norm.add_rms_norm_forward(a, b, weight, EPS, out=a, total=b)
-    assert_same(a, out)
-    assert_same(b, total)
+    assert torch.equal(a, out)
+    assert torch.equal(b, total)
 
     dx, dweight = norm.rms_norm_backward(total, weight, EPS, g, grad_total=h)
     wide, slot = inside_wide(24)
@@ -130,8 +130,8 @@ def test_norm_writes_into_slices_and_over_its_inputs() -> None:
         target = mine[next(i for i, x in enumerate((total, g, h)) if x is over)]
         d, dw = norm.rms_norm_backward(mine[0], weight, EPS, mine[1], grad_total=mine[2], dx=target)
         assert d is target
-        assert_same(d, dx)
-        assert_same(dw, dweight)
+        assert torch.equal(d, dx)
+        assert torch.equal(dw, dweight)
 
 
 def test_swiglu_backward_in_place_recomputes_the_activation() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_targets import tiny_model
 
-from dflash_ext.mixture import Mixture, by_expert, grouped_product, is_mixture
+from dflash_ext.mixture import Mixture, by_expert, is_mixture
+from dflash_ext.ops.grouped import grouped_product
 
 
 def block(experts=4, k=2, hidden=32, width=16, normed=True, seed=0):

@@ -12,7 +12,7 @@ from test_drafter import exported, make
 from tiny_targets import VOCAB, one_thread, tiny_model  # noqa: F401
 
 from dflash_ext.batch import PackedBatch
-from dflash_ext.blocks import draw_anchors
+from dflash_ext.blocks import build_blocks, draw_anchors
 from dflash_ext.config import (
     BatchOptions,
     DataOptions,
@@ -310,9 +310,13 @@ def test_validation_equals_its_parts_and_does_not_depend_on_batching(tmp_path):
         (BatchOptions(token_budget=100, max_documents=4, anchor_budget=40), 10),
         (BatchOptions(token_budget=9, max_documents=8, anchor_budget=16), 64),
         (BatchOptions(token_budget=64, max_documents=1, anchor_budget=8), 64),
+        (BatchOptions(token_budget=100, max_documents=4, anchor_budget=60, anchor_chunk=30), 64),
+        (BatchOptions(token_budget=100, max_documents=4, anchor_budget=40, anchor_chunk=31), 64),
+        (BatchOptions(token_budget=64, max_documents=1, anchor_budget=60, anchor_chunk=20), 64),
     ],
 )
 def test_largest_batch_is_legal_and_full(options, max_length):
+    """Two turns where the budgets allow more than one, and nothing is larger than the first."""
     batch, anchors = largest_batch(options, max_length=max_length, block_size=8, vocab_size=50)
     lengths = batch.lengths()
     assert batch.num_tokens <= options.token_budget
@@ -321,8 +325,13 @@ def test_largest_batch_is_legal_and_full(options, max_length):
     assert len(anchors) <= options.anchor_budget
     assert int(batch.input_ids.max()) < 50
     possible = int(sum(min(options.anchors_per_sequence, n - 1) for n in lengths.tolist()))
-    assert len(anchors) == min(options.anchor_budget, possible)
+    turn = options.blocks_at_once
+    assert len(anchors) <= min(options.anchor_budget, 2 * turn)
     assert bool((anchors.diff() > 0).all())
+    blocks = build_blocks(batch, anchors, block_size=8, mask_token_id=0, gamma=None)
+    sizes = [part.num_blocks for part in blocks.chunks(turn)]
+    assert sizes[0] == max(sizes) == min(turn, possible)
+    assert (len(sizes) > 1) == (min(options.anchor_budget, possible) > turn)
     if options.token_budget == 100 and max_length == 64:
         assert batch.num_tokens == 100
         ends = batch.doc_starts[1:][torch.searchsorted(batch.doc_starts[1:], anchors, right=True)]

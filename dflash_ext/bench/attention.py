@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dflash_ext.bench import anchors, plot, tables
+from dflash_ext.bench import anchors, command, plot, tables
 from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.first_call import first_calls
 from dflash_ext.bench.problem import (
@@ -33,7 +33,7 @@ from dflash_ext.bench.shapes import CPU_SHAPES, CUDA_SHAPES, Shape, missed, swee
 from dflash_ext.bench.timing import Run, interleaved, rounded, tidy
 from dflash_ext.errors import UserError
 from dflash_ext.ops import attention as operator
-from dflash_ext.record import environment, save
+from dflash_ext.record import environment
 
 BURST = 0.06  # seconds at a stretch: long enough to be at the power limit, as training is
 PASSES = {"fwd": FORWARD_FLOPS, "bwd": BACKWARD_FLOPS}
@@ -226,8 +226,7 @@ def main(argv: list[str]) -> None:
 
     def keep(sections: Row) -> None:
         result.update(sections, seconds=rounded(time.perf_counter() - started))
-        if args.json:
-            save(args.json, result)
+        command.keep(args.json, result)
 
     if args.device == "cpu":
         keep(bench_cpu(CPU_SHAPES, args.rounds))

@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash_ext.bench.anchors import WrongResult
-from dflash_ext.bench.command import parsed, parser_of
+from dflash_ext.bench.command import keep, parsed, parser_of
 from dflash_ext.bench.tables import fused_table
 from dflash_ext.bench.timing import Run, interleaved, rounded
 from dflash_ext.ops import norm, rotary, swiglu
-from dflash_ext.record import save
 
 EPS, THETA = 1e-6, 1e6
 BURST = 0.03  # seconds at a stretch
@@ -227,6 +226,5 @@ def main(argv: Sequence[str]) -> None:
     copy, rows = copy_run(sizes.copied, device), []
     for found in passes(sizes, device, dtype):
         rows.append(measure(found, copy, sizes.copied, device, args.rounds))
-        if args.json:  # after each, so that a time limit loses nothing
-            save(args.json, {"benchmark": "fused", "device": device, "rows": rows})
+        keep(args.json, {"benchmark": "fused", "device": device, "rows": rows})
     print(fused_table(rows))

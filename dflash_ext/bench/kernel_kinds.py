@@ -86,8 +86,8 @@ def kinds_table(rows: Rows, who: str) -> str:
         for way, times in row.get("kinds", {}).items():
             ms = {kind: x for kind, x in times.items() if kind != "longest"}
             whole = sum(ms.values())
-            line = {who: row[who], "case": row["case"], "way": way, "ms": whole}
-            shown.append(line | {kind: f"{x:.0f} ({x / whole:.0%})" for kind, x in ms.items()})
+            named = {who: row[who], "case": row["case"], "way": way, "ms": whole}
+            shown.append(named | {kind: f"{x:.0f} ({x / whole:.0%})" for kind, x in ms.items()})
     columns = [(who, who, "{}"), ("batch", "case", "{}"), ("what", "way", "{}")]
     columns += [("kernels, ms", "ms", "{:.0f}")]
     kinds = [kind for kind in (*KINDS, REST) if any(kind in row for row in shown)]

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from dflash_ext.bench import tables
-from dflash_ext.bench.command import parsed, parser_of
+from dflash_ext.bench.command import keep, parsed, parser_of
 from dflash_ext.bench.problem import make_problem
 from dflash_ext.bench.recorder import recorded
 from dflash_ext.bench.shapes import Shape
 from dflash_ext.bench.timing import Run, host_seconds, rounded
 from dflash_ext.ops import attention, layout
-from dflash_ext.record import save
 
 TINY = Shape("tiny", (64,), 4, 16, 4, 1, 128)
 BATCH = 20
@@ -73,5 +72,4 @@ def main(argv: list[str]) -> None:
     device = args.device
     rows = measure(device, args.rounds)
     print(tables.launch_table(rows))
-    if args.json:
-        save(args.json, {"benchmark": "launch", "device": device, "rows": rows})
+    keep(args.json, {"benchmark": "launch", "device": device, "rows": rows})

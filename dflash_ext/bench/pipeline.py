@@ -43,6 +43,7 @@ from dflash_ext.config import (
 from dflash_ext.data.store import StoreWriter, TokenStore
 from dflash_ext.errors import UserError, run_cli
 from dflash_ext.launch import start_local, world_size
+from dflash_ext.monitor import METRICS_FILE, read_metrics
 from dflash_ext.ranks import Ranks
 from dflash_ext.rates import product_tflops
 from dflash_ext.record import save
@@ -203,9 +204,8 @@ def alone(config: TrainConfig, first: int, count: int) -> dict[str, float]:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """Of the steps that a run logged, also if it failed."""
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [r for r in map(json.loads, lines) if r["kind"] == "train"]
+    found = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
+    return [record for record in found if record["kind"] == "train"]
 
 
 def one_to_one(options: Options, work: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dflash_ext.bench.markdown import Columns, Row, Rows, markdown
 from dflash_ext.bench.plot import require_matplotlib
 from dflash_ext.bench.timing import tidy
 from dflash_ext.errors import UserError
+from dflash_ext.monitor import read_metrics
 from dflash_ext.run import OPTIONS_FILE
 
 SHOWN = ("accept_len", "tree_accept_len@16", "tree_accept_len@64", "full_block_rate", "loss")
@@ -56,8 +57,7 @@ def curve(folder: Path) -> list[Row]:
     """A point for each validation: step, seconds of training until then, SHOWN."""
     seconds: dict[int, float] = {}
     points: dict[int, Row] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in read_metrics(folder):
         step = record["step"]
         if record["kind"] == "train":  # of a step done again after a kill the last record counts
             seconds[step] = record["seconds"]
@@ -74,9 +74,10 @@ def row_of(folder: Path, first: dict[str, Any]) -> Row:
     try:
         options = json.loads((folder / OPTIONS_FILE).read_text())
         points = curve(folder)
-    except FileNotFoundError as error:
+    except OSError as error:
         raise UserError(
-            f"{folder} is no run folder: {Path(error.filename).name} is missing"
+            f"{folder} is no run folder: expected {Path(error.filename).name} in it "
+            f"({error.strerror})"
         ) from None
     if not points:
         raise UserError(f"{folder}: the run has not validated yet, or holds nothing out")

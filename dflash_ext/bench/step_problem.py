@@ -120,7 +120,8 @@ def random_batch(
     batch = PackedBatch.from_documents(pairs, range(len(documents)))
     candidates = anchor_candidates(batch).nonzero().flatten()
     # One of each `anchors` equal stretches of the candidates.
-    bounds = torch.linspace(0, len(candidates), min(anchors, len(candidates)) + 1).long()
+    count = min(anchors, len(candidates))
+    bounds = torch.arange(count + 1) * len(candidates) // max(count, 1)
     drawn = torch.rand(len(bounds) - 1, generator=g, dtype=torch.float64) * bounds.diff()
     chosen = candidates[bounds[:-1] + drawn.long()]
     embedding = trainer.embedding

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dflash_ext.bench.evaluation_table import evaluation_table
-from dflash_ext.bench.kernel_kinds import kinds_table
 from dflash_ext.bench.markdown import Columns, Row, Rows, markdown
 from dflash_ext.bench.pipeline_table import pipeline_table
 from dflash_ext.bench.runs import runs_table
@@ -231,10 +230,6 @@ def step_table(result: Row) -> str:
     return text
 
 
-def step_details(result: Row) -> str:
-    return kinds_table(result["rows"], "drafter")
-
-
 def versions_table(result: Row) -> str:
     """A row per pair of torch and transformers; then which tests failed, and the one extension."""
     pairs = result["pairs"]
@@ -323,7 +318,6 @@ DOCS: Sections = [
     ("attention_h200.json", "Attention on the H200", docs_attention),
     ("fused_h200.json", "Row-wise operators on the H200", lambda r: fused_table(r["rows"])),
     ("vocabulary_h200.json", "Vocabulary loss on the H200", vocabulary_table),
-    ("step_h200.json", "Where a drafter step's time goes", step_details),
     ("target_h200.json", "Where a target's time goes", target_details),
     ("training_h200.json", "Held-out blocks of that drafter while it trained", runs_table),
     ("ablations_h200.json", "Ways to train it, as long as each other", runs_table),

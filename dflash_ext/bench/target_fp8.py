@@ -23,9 +23,9 @@ DRIFT_LENGTHS = (1024, 512, 300, 150, 60)
 Row = dict[str, Any]
 
 
-def copy_of(target: Target, shape: Shape, dtype: torch.dtype) -> Target:
+def copy_of(target: Target, shape: Shape, dtype: torch.dtype, *, accelerated: bool) -> Target:
     """The same weights in another model, in this dtype."""
-    other = random_target(shape, str(target.device), dtype)
+    other = random_target(shape, str(target.device), dtype, accelerated=accelerated)
     other.model.load_state_dict(target.model.state_dict())
     return other
 
@@ -66,10 +66,10 @@ def speeds(ours: Target, quantised: Target, case: Case, device: str, rounds: int
 def measure_fp8(
     ours: Target, shape: Shape, cases: tuple[Case, ...], device: str, rounds: int
 ) -> Row:
-    """`ours`: the target in bf16, accelerated. The copies are freed at the end."""
-    quantised = copy_of(ours, shape, torch.bfloat16)
+    """`ours`: the target in bf16, accelerated; two copies of it are made beside it."""
+    quantised = copy_of(ours, shape, torch.bfloat16, accelerated=True)
     quantised.quantise()
-    taps = drift(ours, quantised, copy_of(ours, shape, torch.float32))
+    taps = drift(ours, quantised, copy_of(ours, shape, torch.float32, accelerated=False))
     return {
         "taps": taps,
         "rows": [speeds(ours, quantised, case, device, rounds) for case in cases],

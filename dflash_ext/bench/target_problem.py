@@ -141,8 +141,10 @@ def cases(device: str) -> tuple[Case, ...]:
     return (*fixed, Case("length mix", mixed_documents(budget, mean, most)))
 
 
-def random_target(shape: Shape, device: str, dtype: torch.dtype) -> Target:
-    """Weights drawn where they stay; accelerated as far as that agrees with the model."""
+def random_target(
+    shape: Shape, device: str, dtype: torch.dtype, *, accelerated: bool = True
+) -> Target:
+    """Weights drawn where they stay; accelerated as far as that agrees with the model, or not."""
     import transformers
 
     config = transformers.AutoConfig.for_model(
@@ -153,4 +155,4 @@ def random_target(shape: Shape, device: str, dtype: torch.dtype) -> Target:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa"
         )
-    return Target(model, tap_ids=shape.tap_ids)
+    return Target(model, tap_ids=shape.tap_ids, accelerated=accelerated)

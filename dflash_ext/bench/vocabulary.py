@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dflash_ext.bench.anchors import WrongResult
-from dflash_ext.bench.command import parsed, parser_of
+from dflash_ext.bench.command import keep, parsed, parser_of
 from dflash_ext.bench.footprint import peak_of
 from dflash_ext.bench.timing import Run, interleaved, tidy
 from dflash_ext.loss import LOSSES, LossKind, Teacher, needs_teacher, vocabulary_loss
@@ -29,7 +29,6 @@ from dflash_ext.ops.vocabulary import (
     vocabulary_gradient_,
     vocabulary_statistics,
 )
-from dflash_ext.record import save
 
 BURST = 0.06
 LARGEST_DIFFERENCE = 0.02  # of loss and gradient: bf16 against bf16 in another order
@@ -178,5 +177,4 @@ def main(argv: list[str]) -> None:
         result[name] = found
         for row in found if isinstance(found, list) else [found]:
             print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-        if args.json:
-            save(args.json, result)
+        keep(args.json, result)

@@ -26,8 +26,8 @@ def _fold(x, tile, at_label, high, first, total, above):
     first = tl.where(peak > high, tile, first)
     scaled = peak * LOG2_E
     # Only where it changes: the difference is one fused multiply-add, which sees the rounding of
-    # `scaled`, so that between equal peaks it is not 0. It would add up over the tiles, and it is
-    # infinite in columns that have seen no logit.
+    # `scaled` (half an ulp), so that between equal peaks it is not 0. It would add up over the
+    # tiles, and it is infinite in columns that have seen no logit.
     total = tl.where(peak > high, total * tl.exp2(high * LOG2_E - scaled), total)
     total += tl.sum(tl.exp2(x * LOG2_E - scaled[None, :]), 0)
     above += tl.sum(tl.where(x > at_label, 1.0, 0.0), 0)
@@ -71,7 +71,7 @@ def vocabulary_statistics_kernel(
         high, first, total, above = _fold(x, full, at_label, high, first, total, above)
     peak = tl.max(high, 0)
     scaled = peak * LOG2_E
-    whole = tl.sum(total * tl.exp2(high * LOG2_E - scaled), 0)
+    whole = tl.sum(tl.where(high == peak, total, total * tl.exp2(high * LOG2_E - scaled)), 0)
     lse = (scaled + tl.log2(whole)) * LN_2
     # Where in its tile a column's largest logit was is looked up for the columns that hold it.
     column = first[None, :] * (U * C) + inside
