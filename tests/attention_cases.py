@@ -43,6 +43,8 @@ CASES = (
     Case("window_smaller_than_block", (60,), (9, 30, 59), B=16, window=5, causal=True),
     Case("causal", (50,), (0, 13, 49), B=8, causal=True),
     Case("padding_blocks", (40, 20), (3, 39, 45), padding=3),
+    Case("padding_of_large_blocks", (60, 30), (3, 9, 41, 59, 70, 88), B=16, G=4, padding=3),
+    Case("groups_of_heads", (90, 7), (5, 33, 64, 95), B=16, G=6, Hkv=2),
     Case("only_padding", (12,), (), padding=2),
     Case("no_context", (), (), padding=1),
     Case("head_dim_128", (40,), (11, 35), B=8, G=4, D=128),
