@@ -144,7 +144,7 @@ def run_config(options: Options, work: Path, shape: dict[str, int], **changes: A
         ),
         eval=EvalOptions(prompts_per_set=0, every=0),
         run=RunOptions(dir=work / "run", checkpoint_every=10**6, export=False),
-        topology=TopologyOptions(targets=1, drafters=1, stall_seconds=200),
+        topology=TopologyOptions(targets=1, drafters=1, stall_seconds=90),
         steps=options.steps,
         device=options.device,
     )
