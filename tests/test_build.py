@@ -174,7 +174,7 @@ def test_report_covers_every_variant_built() -> None:
     report = json.loads(_C.build_report())
     built = {(r["kernel"], r["head_dim"], r["sm"]) for r in report if not r["ptx"]}
     architectures = _C.built_architectures()
-    kernels = ("attention_fwd", "attention_bwd_dq", "attention_bwd_dkv")
+    kernels = ("attention_fwd", *(f"attention_bwd_{k}" for k in ("dq", "dkv", "own")))
     expected = {(k, d, sm) for k in kernels for d in (64, 128, 256) for sm in architectures}
     vocabulary = [
         f"vocabulary_{k}_{x}" for k in ("statistics", "gradient") for x in ("f32", "bf16")

@@ -117,12 +117,15 @@ def run_attention(
     M = 32
     heads = G & -G if maps else 1
     row_maps = [descriptor(x, M // heads, heads) if maps else 0 for x in (q, dout)]
-    key_grid = ((-(-T // tiles.keys) + -(-rows // tiles.keys)) * Hkv,)
-    attention_backward.attention_bwd_dkv_kernel[key_grid](
-        *t, *row_maps, dout, pairs, dk, dv, dk_blk, dv_blk, *interval, schedule.ranges,
-        *strides, layout.num_blocks, T, Hkv, B, G, heads, *options, log2, scale,
-        D=D, BN=tiles.keys, M=M, EDGE=16, KEY_TILE=KEY_TILE, STAGES=1, EDGE_STAGES=1, TMA=maps,
-    )  # fmt: skip
+    for own, keys in ((0, T), (1, rows)):
+        if keys == 0:
+            continue
+        attention_backward.attention_bwd_dkv_kernel[(-(-keys // tiles.keys) * Hkv,)](
+            *t, *row_maps, dout, pairs, dk, dv, dk_blk, dv_blk, *interval, schedule.ranges,
+            *strides, layout.num_blocks, T, Hkv, B, G, heads, *options, log2, scale,
+            D=D, BN=tiles.keys, M=M, EDGE=16, KEY_TILE=KEY_TILE, STAGES=1, EDGE_STAGES=1,
+            TMA=maps, OWN=own,
+        )  # fmt: skip
     return [out, dq, dk, dv, dk_blk, dv_blk]
 
 

@@ -334,11 +334,12 @@ def _order(layout: AttentionLayout) -> dict[str, int]:
 
 
 class _Kernels(NamedTuple):
-    """The three launchers of a path, and the arguments that only this path takes."""
+    """The launchers of a path, and the arguments that only this path takes."""
 
     forward: Callable[..., None]
     dq: Callable[..., None]
-    dkv: Callable[..., None]
+    dkv: tuple[Callable[..., None], ...]
+    """Together they make the gradients of all keys and values."""
     extra: dict[str, int]
     keep: Tensor | None
     """Memory behind `extra`, to be kept until the launches are queued."""
@@ -347,15 +348,16 @@ class _Kernels(NamedTuple):
 def _kernels(t: Tensors, layout: AttentionLayout, path: str) -> _Kernels:
     if path == "triton":
         prefix = "attention_tma_" if _tensor_maps_fit(t, layout) else "attention_"
-        forward, dq, dkv = (getattr(_C, prefix + name) for name in ("fwd", "bwd_dq", "bwd_dkv"))
-        return _Kernels(forward, dq, dkv, {}, None)
+        names = ("fwd", "bwd_dq", "bwd_dkv", "bwd_own")
+        forward, dq, *dkv = (getattr(_C, prefix + name) for name in names)
+        return _Kernels(forward, dq, tuple(dkv), {}, None)
     own = hopper_own_tile(layout.block_size, t.q.shape[1] // t.k_blk.shape[1])
     # The persistent programs draw their work from a counter; the launcher zeroes it each time.
     counter = torch.empty(1, dtype=torch.int32, device=t.q.device)
     return _Kernels(
         getattr(_C, f"hopper_fwd_own{own}"),
         getattr(_C, f"hopper_bwd_dq_own{own}"),
-        _C.hopper_bwd_dkv,
+        (_C.hopper_bwd_dkv,),
         {"counter_ptr": counter.data_ptr()},
         counter,
     )
@@ -398,14 +400,15 @@ def _backward_cuda(
         **kernels.extra,
     }
     kernels.dq(out_ptr=out.data_ptr(), dq_ptr=dq.data_ptr(), **_order(layout), **shared)
-    kernels.dkv(
-        ranges_ptr=layout.schedule.ranges.data_ptr(),
-        dk_ctx_ptr=dk_ctx.data_ptr(),
-        dv_ctx_ptr=dv_ctx.data_ptr(),
-        dk_blk_ptr=dk_blk.data_ptr(),
-        dv_blk_ptr=dv_blk.data_ptr(),
-        **shared,
-    )
+    for launch in kernels.dkv:
+        launch(
+            ranges_ptr=layout.schedule.ranges.data_ptr(),
+            dk_ctx_ptr=dk_ctx.data_ptr(),
+            dv_ctx_ptr=dv_ctx.data_ptr(),
+            dk_blk_ptr=dk_blk.data_ptr(),
+            dv_blk_ptr=dv_blk.data_ptr(),
+            **shared,
+        )
     return grads
 
 

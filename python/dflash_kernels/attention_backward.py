@@ -191,8 +191,9 @@ def attention_bwd_dkv_kernel(
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
     TMA: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """dK and dV of one tile of keys: context tiles first, then tiles of the blocks' own keys.
+    """dK and dV of one tile of keys: of the context, or with OWN of the blocks' own keys.
 
     No atomics: a program owns its keys and walks the rows that see them in a fixed order. Because
     blocks are sorted, those rows are one range of tokens; `ranges` gives it per KEY_TILE context
@@ -202,11 +203,21 @@ def attention_bwd_dkv_kernel(
     pid = tl.program_id(0)
     kv_head = pid % num_kv_heads
     t = pid // num_kv_heads
-    ctx_tiles = tl.cdiv(num_ctx, BN)
-    is_ctx = t < ctx_tiles
     log_b = log2(B)
-    if is_ctx:
-        n0 = t * BN
+    n0 = t * BN
+    if OWN:
+        num_keys = num_blocks * B
+        see_lo = n0 >> log_b
+        see_hi = tl.minimum(((n0 + BN - 1) >> log_b) + 1, num_blocks)
+        full_lo = see_hi
+        full_hi = see_hi
+        k_ptr = k_blk_ptr + kv_head * k_blk_head
+        v_ptr = v_blk_ptr + kv_head * v_blk_head
+        dk_ptr = dk_blk_ptr
+        dv_ptr = dv_blk_ptr
+        k_row = k_blk_row
+        v_row = v_blk_row
+    else:
         num_keys = num_ctx
         first_range = ranges_ptr + n0 // KEY_TILE * 4
         last_range = ranges_ptr + tl.minimum(n0 + BN - 1, num_ctx - 1) // KEY_TILE * 4
@@ -220,19 +231,6 @@ def attention_bwd_dkv_kernel(
         dv_ptr = dv_ctx_ptr
         k_row = k_ctx_row
         v_row = v_ctx_row
-    else:
-        n0 = (t - ctx_tiles) * BN
-        num_keys = num_blocks * B
-        see_lo = n0 >> log_b
-        see_hi = tl.minimum(((n0 + BN - 1) >> log_b) + 1, num_blocks)
-        full_lo = see_hi
-        full_hi = see_hi
-        k_ptr = k_blk_ptr + kv_head * k_blk_head
-        v_ptr = v_blk_ptr + kv_head * v_blk_head
-        dk_ptr = dk_blk_ptr
-        dv_ptr = dv_blk_ptr
-        k_row = k_blk_row
-        v_row = v_blk_row
     d = tl.arange(0, D)[None, :]
     c = tl.arange(0, BN)
     key = tl.minimum(n0 + c, num_keys - 1)
@@ -257,10 +255,15 @@ def attention_bwd_dkv_kernel(
     if full == 0:
         full_lo = stop
         full_hi = stop
+    # Own keys, where a tile of rows lies in one block and sees all of its keys: the mask is then a
+    # comparison a key, not one a pair, and the tile as large as inside the context's run.
+    in_one_block = (causal == 0) & (tokens <= B)
 
     # First the tokens before and after the run that sees the whole key tile.
     edge_tokens = EDGE >> log_h
     edges = tl.cdiv(full_lo - first, edge_tokens) + tl.cdiv(stop - full_hi, edge_tokens)
+    if OWN and TMA:
+        edges = tl.where(in_one_block, 0, edges)
     edge_first = tl.where(first < full_lo, first, full_hi)
     start = edge_first
     head = 0
@@ -279,9 +282,12 @@ def attention_bwd_dkv_kernel(
         # A tile may reach into the run, or past the last token.
         real = (low <= high) & (start + (r >> log_h) < tl.where(start < full_lo, full_lo, stop))
         own = block << log_b
-        low = tl.where(is_ctx, tl.maximum(low, high + token - own - window + 1), own) - n0
-        own_high = tl.where(causal != 0, token + 1, own + B)
-        high = tl.where(real, tl.where(is_ctx, high, own_high), 0) - n0
+        if OWN:
+            low = own - n0
+            high = tl.where(causal != 0, token + 1, own + B)
+        else:
+            low = tl.maximum(low, high + token - own - window + 1) - n0
+        high = tl.where(real, high, 0) - n0
         pt = tl.exp2(st * scale_log2 - lse[None, :])
         pt = tl.where((c[:, None] >= low[None, :]) & (c[:, None] < high[None, :]), pt, 0.0)
         dv = tl.dot(pt.to(do.dtype), do, dv)
@@ -293,29 +299,37 @@ def attention_bwd_dkv_kernel(
         head += tl.where(wrap, heads, 0)
         start = tl.where(wrap, edge_first, start)
 
-    start = full_lo
-    head = 0
-    r = tl.arange(0, M)
-    for i in tl.range(0, full * groups, num_stages=STAGES):
-        if TMA:
-            q = q_map.load([start, kv_head * G + head, 0]).reshape([M, D])
-            do = dout_map.load([start, kv_head * G + head, 0]).reshape([M, D])
-            row = (start + (r >> log_h)) * G + head + (r & last_head)
-        else:  # one head a tile: evenly spaced rows
-            q = tl.load(rows_at(q_at + head * q_head, start + r, q_row, i))
-            do = tl.load(rows_at(do_at + head * D, start + r, do_row, i))
-            row = (start + r) * G + head
-        st = tl.dot(k, tl.trans(q))
-        dpt = tl.dot(v, tl.trans(do))
-        lse, delta = _lse_and_delta(pairs_ptr, row)
-        pt = tl.exp2(st * scale_log2 - lse[None, :])
-        dv = tl.dot(pt.to(do.dtype), do, dv)
-        dst = pt * (dpt - delta[None, :])
-        dk = tl.dot(dst.to(q.dtype), q, dk)
-        start += tokens
-        wrap = start >= full_hi
-        head += tl.where(wrap, heads, 0)
-        start = tl.where(wrap, full_lo, start)
+    # Then tiles of whole runs: of a block's own rows, or of rows that see the whole key tile.
+    if TMA or not OWN:
+        if OWN:
+            full = tl.where(in_one_block, (stop - first) // tokens, 0)
+            full_lo = first
+            full_hi = stop
+        start = full_lo
+        head = 0
+        r = tl.arange(0, M)
+        for i in tl.range(0, full * groups, num_stages=STAGES):
+            if TMA:
+                q = q_map.load([start, kv_head * G + head, 0]).reshape([M, D])
+                do = dout_map.load([start, kv_head * G + head, 0]).reshape([M, D])
+                row = (start + (r >> log_h)) * G + head + (r & last_head)
+            else:  # one head a tile: evenly spaced rows
+                q = tl.load(rows_at(q_at + head * q_head, start + r, q_row, i))
+                do = tl.load(rows_at(do_at + head * D, start + r, do_row, i))
+                row = (start + r) * G + head
+            st = tl.dot(k, tl.trans(q))
+            dpt = tl.dot(v, tl.trans(do))
+            lse, delta = _lse_and_delta(pairs_ptr, row)
+            pt = tl.exp2(st * scale_log2 - lse[None, :])
+            if OWN:  # of a padding block it is 0 already: its lse is infinite
+                pt = tl.where((((n0 + c) >> log_b) == (start >> log_b))[:, None], pt, 0.0)
+            dv = tl.dot(pt.to(do.dtype), do, dv)
+            dst = pt * (dpt - delta[None, :])
+            dk = tl.dot(dst.to(q.dtype), q, dk)
+            start += tokens
+            wrap = start >= full_hi
+            head += tl.where(wrap, heads, 0)
+            start = tl.where(wrap, full_lo, start)
 
     kept = (n0 + c < num_keys)[:, None]
     at = key.to(tl.int64)[:, None] * (num_kv_heads * D) + kv_head * D + d

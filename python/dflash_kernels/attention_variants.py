@@ -18,7 +18,8 @@ MAP_TILE = 64  # rows that one tensor map copies: keys, or rows of queries
 _UNUSED = Computed("0")
 _ROWS = "int64_t(num_blocks) * B"
 _ROW_TILES = f"ceil_div({_ROWS} * G, tile) * num_kv_heads"
-_KEY_TILES = f"(ceil_div(num_ctx, tile) + ceil_div({_ROWS}, tile)) * num_kv_heads"
+_CONTEXT_TILES = "ceil_div(num_ctx, tile) * num_kv_heads"
+_OWN_TILES = f"ceil_div({_ROWS}, tile) * num_kv_heads"
 _STRIDES: dict[str, Argument] = {
     f"{name}_{axis}": "stride"
     for name in ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
@@ -145,11 +146,12 @@ def _dq(tma: bool) -> Kernel:
     )
 
 
-def _dkv(tma: bool) -> Kernel:
+def _dkv(tma: bool, own: bool) -> Kernel:
+    """own: of the blocks' own keys; apart, because each has loops that fill the registers."""
     rows = {"q_map": _row_map("q"), "dout_map": _row_map("dout", contiguous=True)}
     unused = dict.fromkeys(rows, _UNUSED)
     return Kernel(
-        name=_name("bwd_dkv", tma),
+        name=_name("bwd_own" if own else "bwd_dkv", tma),
         fn=attention_backward.attention_bwd_dkv_kernel,
         arguments=_INPUTS
         | (rows if tma else unused)
@@ -162,19 +164,19 @@ def _dkv(tma: bool) -> Kernel:
         | {"heads": Computed(_HEADS if tma else "1")}
         | _OPTIONS
         | {"scale": "f32"},
-        grid=_KEY_TILES,
+        grid=_OWN_TILES if own else _CONTEXT_TILES,
         tile="BN",
         extra_host={"lse_ptr": "f32*"},
         **(
             # 64 keys and rows fill the registers: two accumulators, scores and dP make 192.
-            _where(True, dict.fromkeys((64, 128), _keys(M=MAP_TILE, EDGE_STAGES=2)))
+            _where(True, dict.fromkeys((64, 128), _keys(own, M=MAP_TILE, EDGE_STAGES=2)))
             if tma
             else _where(
                 False,
                 {
-                    64: _keys(M=64),
-                    128: _keys(M=64),
-                    256: _keys(BN=32, M=32, STAGES=1, num_warps=8),
+                    64: _keys(own, M=64),
+                    128: _keys(own, M=64),
+                    256: _keys(own, BN=32, M=32, STAGES=1, num_warps=8),
                 },
                 small={128: dict(M=32)},
             )
@@ -182,10 +184,14 @@ def _dkv(tma: bool) -> Kernel:
     )
 
 
-def _keys(**tile: int) -> dict[str, int]:
+def _keys(own: bool, **tile: int) -> dict[str, int]:
     """Edge tiles of 32 rows: their mask takes the registers that 64 rows would."""
     shared = dict(BN=KEY_TILE, EDGE=32, STAGES=2, EDGE_STAGES=1, num_warps=4)
-    return shared | dict(KEY_TILE=KEY_TILE) | tile
+    return shared | dict(KEY_TILE=KEY_TILE, OWN=int(own)) | tile
 
 
-ATTENTION_KERNELS = tuple(make(tma) for tma in (False, True) for make in (_forward, _dq, _dkv))
+ATTENTION_KERNELS = tuple(
+    kernel
+    for tma in (False, True)
+    for kernel in (_forward(tma), _dq(tma), _dkv(tma, own=False), _dkv(tma, own=True))
+)
