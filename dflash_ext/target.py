@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from dflash_ext.batch import PackedBatch
 from dflash_ext.errors import UserError
 from dflash_ext.fp8 import check_device, quantise_layers
 from dflash_ext.mask_token import named_token_ids, resolve_mask_token_id
+from dflash_ext.mixture import is_mixture
 from dflash_ext.packing import Packing, packed, packed_inputs
 from dflash_ext.placement import to_device
 from dflash_ext.plan import plan_subbatches
@@ -182,7 +184,8 @@ class Target:
             raise UserError(f"--target.fp8 needs a target in bf16, this one is in {self.dtype}")
         check_device(self.device)
         with self._other_modules():
-            count = quantise_layers(self._layers)
+            kind = self.model.config.get_text_config().model_type
+            count = quantise_layers(self._layers, partial(is_mixture, model_type=kind))
         if count == 0:
             raise UserError(f"target {self.path!r} has no products that could be in FP8")
         log.info("target %r: %d products in FP8", self.path, count)

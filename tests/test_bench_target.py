@@ -133,7 +133,7 @@ def test_fp8_is_compared_on_the_same_weights(tmp_path):
     """bf16 errs little, FP8 more, each tap more than none; the tables show both."""
     ours = random_target(TINY, "cpu", torch.bfloat16)
     before = {name: value.clone() for name, value in ours.model.state_dict().items()}
-    measured = measure_fp8(ours, TINY, (CASE,), "cpu", rounds=1)
+    measured = measure_fp8(ours, "tiny-qwen3", (CASE,), "cpu", rounds=1)
     assert all(torch.equal(ours.model.state_dict()[name], x) for name, x in before.items())
     assert [row["tap"] for row in measured["taps"]] == list(ours.tap_ids)
     for row in measured["taps"]:

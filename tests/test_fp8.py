@@ -134,7 +134,7 @@ def test_an_exchange_that_fails_leaves_the_target_reading_as_before(monkeypatch)
     target, batch = Target(tiny_model(head_dim=64).bfloat16(), tap_ids=(0, 2)), packed()
     before = target.features(batch).features
 
-    def fail(_layers):
+    def fail(_layers, *_):
         raise torch.OutOfMemoryError("no room for a copy")
 
     monkeypatch.setattr("dflash_ext.target.quantise_layers", fail)

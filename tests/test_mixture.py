@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_targets import tiny_model
 
-from dflash_ext.mixture import Mixture, by_expert, is_mixture
-from dflash_ext.ops.grouped import grouped_product
+from dflash_ext.fp8 import Fp8Experts, quantise_layers
+from dflash_ext.mixture import Mixture, is_mixture
+from dflash_ext.ops.grouped import by_expert, grouped_product
 
 
 def block(experts=4, k=2, hidden=32, width=16, normed=True, seed=0):
@@ -96,3 +97,30 @@ def test_what_is_another_block_stays_the_model_s():
     other = block()
     other.experts.act_fn = torch.nn.GELU()
     assert not is_mixture(other, "qwen3_moe")
+
+
+@torch.no_grad()
+def test_experts_in_fp8_are_those_of_the_rounded_numbers():
+    """Against bf16 they err as E4M3 does; the module and `Mixture` agree to the bit."""
+    module = block(experts=6, k=2, hidden=32, width=48).bfloat16()
+    x = torch.randn(90, 32).bfloat16()
+    expected = truth(module, x)
+    plain = Mixture(module)(x).double()
+    holder = torch.nn.ModuleList([module])
+    assert quantise_layers(holder, lambda m: is_mixture(m, "qwen3_moe")) == 1
+    assert isinstance(module.experts, Fp8Experts)
+    assert is_mixture(module, "qwen3_moe")
+    values, scales = module.experts.down_values, module.experts.down_scales
+    assert values.dtype == torch.float8_e4m3fn
+    assert (values.shape, scales.shape) == ((6, 32, 48), (6 * 32,))
+    found = Mixture(module)(x)
+    _, weights, chosen = module.gate(x)
+    assert torch.equal(found, module.experts(x, chosen, weights))
+    error, own = ((y - expected).norm() / expected.norm() for y in (found.double(), plain))
+    assert own < 0.01 < error < 0.08
+
+
+def test_experts_that_do_not_fit_stay():
+    module = block(experts=2, k=1, hidden=32, width=24)  # 24 is no multiple of 16
+    assert quantise_layers(torch.nn.ModuleList([module]), lambda m: is_mixture(m, "qwen3_moe")) == 0
+    assert quantise_layers(torch.nn.ModuleList([block()])) == 0  # nobody said it is one

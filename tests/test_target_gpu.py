@@ -18,6 +18,7 @@ from test_causal import problem, starts_of
 from test_target import fused_layers, packed, true_taps
 from tiny_targets import READ_FAMILIES, tiny_model
 
+from dflash_ext.acceleration import document_errors
 from dflash_ext.batch import PackedBatch
 from dflash_ext.bench import target as bench
 from dflash_ext.bench.kernel_kinds import kernels_of, kind_of
@@ -110,6 +111,25 @@ def test_taps_of_every_family(family):
     error_own = (torch.cat([own[1], own[3]], -1) - expected).norm()
     error = (found.features.float() - expected).norm()
     assert error <= 2 * error_own + 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_fp8_errs_as_its_emulation_does(family):
+    """Products, grouped ones of the mixture too: against fp32 no further off than on the CPU."""
+    batch = packed((61, 3, 150, 12, 1))
+    truth = true_taps(tiny_model(family, head_dim=64), batch)
+    expected = torch.cat([truth[1], truth[3]], -1)
+    errors = []
+    for device in ("cpu", "cuda"):
+        target = Target(tiny_model(family, head_dim=64).bfloat16().to(device), tap_ids=(1, 3))
+        target.quantise()
+        assert fused_layers(target) == 4
+        kinds = {type(module).__name__ for module in target.model.modules()}
+        assert ("Fp8Experts" in kinds) == (family == "qwen3_moe")
+        found = target.features(batch).features.float().cpu()
+        errors.append(max(document_errors(batch, found, expected)))
+    emulated, real = errors
+    assert 0 < real <= 1.5 * emulated
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from dflash_ext.bench import anchors
 from dflash_ext.bench.command import keep, parsed, parser_of
 from dflash_ext.bench.footprint import gib, peak_of
 from dflash_ext.bench.kernel_kinds import kinds_of, line
-from dflash_ext.bench.target_fp8 import FP8_SHAPES, measure_fp8
+from dflash_ext.bench.target_fp8 import measure_fp8
 from dflash_ext.bench.target_problem import (
     CPU_SHAPES,
     CUDA_SHAPES,
@@ -159,10 +159,10 @@ def main(argv: Sequence[str]) -> None:
             result["rows"].append(row)
             keep(args.json, result)
             print(line(row), flush=True)
-        if on_gpu and name in FP8_SHAPES:
+        if on_gpu:
             ways.use(OURS)
             result["fp8"][name] = measure_fp8(
-                ways.target, shape, cases(args.device), args.device, args.rounds
+                ways.target, name, cases(args.device), args.device, args.rounds
             )
             keep(args.json, result)
             print("\n".join(line(row) for row in chain(*result["fp8"][name].values())), flush=True)
