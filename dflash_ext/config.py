@@ -18,7 +18,7 @@ import tyro
 from dflash_ext.blocks import resolve_gamma
 from dflash_ext.drafter_rules import expand_layer_types
 from dflash_ext.errors import UserError
-from dflash_ext.loss import LossKind, check_loss
+from dflash_ext.loss import LossKind, check_loss, needs_teacher
 from dflash_ext.ops.layout import BLOCK_SIZES
 
 REQUIRED = "(yours to give)"
@@ -133,11 +133,19 @@ class LossOptions:
     """Stop supervising a block at its first unsupervised slot."""
     chunk_rows: int = 512
     """Rows whose logits exist at one time."""
+    fp8_head: bool = False
+    """Compute the frozen head's logits in FP8: faster on a GPU of compute capability 9.0, and they
+    carry its rounding; ce and dpace only."""
 
     def __post_init__(self) -> None:
         resolve_gamma(self.gamma, 16)  # raises for 0, negative, NaN or text
         _at_least(self, chunk_rows=1)
         check_loss(self.kind, self.alpha)
+        if self.fp8_head and needs_teacher(self.kind):
+            raise UserError(
+                f"loss '{self.kind}' compares the drafter's logits with the target's, both in full "
+                "precision: leave --loss.fp8-head out"
+            )
         idle = "gamma" if self.kind == "dpace" else "alpha"
         if (given := getattr(self, idle)) != (own := getattr(LossOptions, idle)):
             raise UserError(f"{idle} {given} is of no use to loss '{self.kind}': leave it at {own}")

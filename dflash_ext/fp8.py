@@ -134,11 +134,16 @@ def weights_of(layer: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def check_device(device: torch.device) -> None:
+def fits_fp8(device: torch.device) -> bool:
+    """Do products of FP8 rows run there?"""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+def check_device(device: torch.device, option: str = "--target.fp8") -> None:
     """UserError unless products of FP8 rows run there (on the CPU they are only emulated)."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+    if not fits_fp8(device):
         raise UserError(
-            f"--target.fp8: {torch.cuda.get_device_name(device)} has no FP8 products with a scale "
+            f"{option}: {torch.cuda.get_device_name(device)} has no FP8 products with a scale "
             "for each row; expected compute capability 9.0 or newer: leave the option out"
         )
 

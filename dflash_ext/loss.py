@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext.errors import UserError
+from dflash_ext.ops.quantise import ALIGNMENT, Quantised, quantise_rows, scaled_product
 from dflash_ext.ops.soft_labels import Chunk, kl_divergence_, negative_log_acceptance_
 from dflash_ext.ops.vocabulary import (
     Statistics,
@@ -99,6 +100,22 @@ def head_logits(hidden: Tensor, head_weight: Tensor, out: Tensor) -> Tensor:
     return out.copy_(hidden @ head_weight.T)  # the CPU's product has no other dtype than its input
 
 
+def quantised_head(head_weight: Tensor) -> Quantised:
+    """head_weight [V, H] in FP8, a scale a row; rows of zeros behind V up to a multiple of 16."""
+    missing = -len(head_weight) % ALIGNMENT
+    return quantise_rows(torch.nn.functional.pad(head_weight, (0, 0, 0, missing)))
+
+
+def fp8_logits(hidden: Tensor, head: Quantised, out: Tensor) -> Tensor:
+    """`head_logits` by an FP8 product of bf16 hidden rows, quantised here, into `out` bf16."""
+    rows, width = quantise_rows(hidden), len(head.scales)
+    if out.stride(0) == width:  # what lies behind V in a row is written too, and read by nobody
+        whole = out.as_strided((len(out), width), (width, 1))
+        scaled_product(rows, head, out.dtype, out=whole)
+        return out
+    return out.copy_(scaled_product(rows, head, out.dtype)[:, : out.shape[1]])
+
+
 def _given(_probability: Tensor, weights: Tensor, _sizes: Sequence[int], _alpha: float) -> Tensor:
     return weights
 
@@ -162,7 +179,7 @@ class Teacher(NamedTuple):
 def workspace_bytes(
     kind: LossKind, chunk_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Largest memory of a chunk's logits and of what is made of them, for hidden rows in dtype."""
+    """Largest memory of a chunk's fp32 logits and of what is made of them, for hidden in dtype."""
     sides = 2 if needs_teacher(kind) else 1
     # The plain path has a temporary beside them, or the gradient in the dtype of hidden.
     temporary = 0 if by_kernel(device) and dtype == torch.bfloat16 else 1
@@ -176,6 +193,7 @@ class _Options(NamedTuple):
     chunk_rows: int
     logits_dtype: torch.dtype
     teacher: Teacher | None
+    head_fp8: Quantised | None
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -202,7 +220,10 @@ class _VocabularyLoss(torch.autograd.Function):
         )
         for start, end, sizes in chunks:
             rows = slice(start, end)
-            logits = head_logits(hidden[rows], head_weight, own[: end - start])
+            if options.head_fp8 is None:
+                logits = head_logits(hidden[rows], head_weight, own[: end - start])
+            else:
+                logits = fp8_logits(hidden[rows], options.head_fp8, own[: end - start])
             label, part = labels[rows], Statistics(*(x[rows] for x in stats))
             vocabulary_statistics(logits, label, part)
             loss[rows] = part.lse - part.at_label
@@ -243,6 +264,7 @@ def vocabulary_loss(
     chunk_rows: int = 1024,
     logits_dtype: torch.dtype = torch.float32,
     teacher: Teacher | None = None,
+    head_fp8: Quantised | None = None,
 ) -> LossOutput:
     """The weighted loss of the supervised rows, chunk by chunk; `LOSSES` names the kinds.
 
@@ -253,8 +275,10 @@ def vocabulary_loss(
     time. "kl": KL divergence of the drafter's from the target's distribution. "lk": minus the log
     of the rate at which the target accepts the drafter's samples. The last two need the `teacher`.
     Logits of more than `chunk_rows` rows never exist, unless one block has more; they are kept in
-    `logits_dtype`, fp32 or, without a teacher, the dtype of hidden. UserError for an unknown kind,
-    alpha outside 0..1 or chunk_rows below 1.
+    `logits_dtype`, fp32 or, without a teacher, the dtype of hidden. With `head_fp8`, of
+    `quantised_head`, they are an FP8 product of bf16 rows, kept in bf16, and their gradient goes
+    through `head_weight` all the same. UserError for an unknown kind, alpha outside 0..1 or
+    chunk_rows below 1.
     """
     check_loss(kind, alpha)
     if needs_teacher(kind) != (teacher is not None):
@@ -272,7 +296,13 @@ def vocabulary_loss(
         )
     if logits_dtype not in (torch.float32, hidden.dtype if teacher is None else torch.float32):
         raise ValueError(f"logits in {logits_dtype}: expected fp32 or hidden's {hidden.dtype}")
-    options = _Options(tuple(rows_per_block), kind, alpha, chunk_rows, logits_dtype, teacher)
+    if head_fp8 is not None:
+        if hidden.dtype != torch.bfloat16 or teacher is not None:
+            raise ValueError(f"an FP8 head needs bf16 rows and no teacher, got {hidden.dtype}")
+        logits_dtype = hidden.dtype
+    options = _Options(
+        tuple(rows_per_block), kind, alpha, chunk_rows, logits_dtype, teacher, head_fp8
+    )
     outputs = _VocabularyLoss.apply(
         hidden, head_weight, labels.contiguous(), weights.contiguous(), options
     )

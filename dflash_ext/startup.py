@@ -214,6 +214,8 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
         bytes_per_value=trainer.embedding.element_size(),
         moments=1 if trainer.config.optim.name == "muon" else 2,
     )
+    if trainer.head_fp8 is not None:
+        parts["FP8 head"] = trainer.head_fp8.values.nbytes
     if buffers:
         shared = trainer.embedding.data_ptr() == trainer.head.data_ptr()
         parts["target weights"] = trainer.embedding.nbytes + (0 if shared else trainer.head.nbytes)

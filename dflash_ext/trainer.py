@@ -19,9 +19,18 @@ from dflash_ext.blocks import Blocks, build_blocks, draw_anchors, resolve_gamma
 from dflash_ext.config import TrainConfig
 from dflash_ext.drafter import Drafter
 from dflash_ext.errors import UserError
+from dflash_ext.fp8 import check_device
 from dflash_ext.layers import fixed_weights, let_casts_go
-from dflash_ext.loss import LossOutput, Teacher, needs_teacher, vocabulary_loss, vocabulary_topk
+from dflash_ext.loss import (
+    LossOutput,
+    Teacher,
+    needs_teacher,
+    quantised_head,
+    vocabulary_loss,
+    vocabulary_topk,
+)
 from dflash_ext.metrics import TREE_BUDGETS, slot_sums, summarise, sums_size, tree_sums
+from dflash_ext.ops.quantise import Quantised
 from dflash_ext.placement import to_device
 from dflash_ext.plan import plan_epoch
 from dflash_ext.samples import Samples
@@ -85,6 +94,7 @@ class Trainer:
         self.drafter, self.config = drafter, config
         self.embedding, self.head = vocabulary
         self.final_norm = final_norm
+        self.head_fp8 = _quantised(self.head) if config.loss.fp8_head else None
         self.gamma = resolve_gamma(config.loss.gamma, drafter.config.block_size)
         self.forward = DrafterForward(drafter)
 
@@ -158,6 +168,7 @@ class Trainer:
             alpha=options.alpha,
             chunk_rows=options.chunk_rows,
             teacher=inputs.teacher,
+            head_fp8=self.head_fp8,
         )
 
     def no_sums(self) -> Tensor:
@@ -191,6 +202,16 @@ class Trainer:
         features = FeatureBatch(ones, config.target_layer_ids, (0,), "", B + 1)
         hidden = self.hidden(self.inputs(features, batch, blocks), supervised=True)
         (hidden.sum() * 0).backward()
+
+
+def _quantised(head: Tensor) -> Quantised:
+    check_device(head.device, "--loss.fp8-head")
+    if head.dtype != torch.bfloat16:
+        raise UserError(
+            f"--loss.fp8-head needs a drafter that computes in bf16, this one in {head.dtype}: "
+            "leave it out, or add --target.dtype bf16"
+        )
+    return quantised_head(head)
 
 
 class Validation:

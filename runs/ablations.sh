@@ -19,6 +19,7 @@ way() {
     anchors_128) echo --batch.anchors-per-sequence 128 --batch.anchor-budget 4096 ;;
     two_draws) echo --batch.draws 2 ;;
     block_16) echo --drafter.block-size 16 ;;
+    fp8_head) echo --loss.fp8-head ;;
     layers_3) echo --drafter.num-layers 3 ;;
     *) echo "unknown way '$1'" >&2; return 1 ;;
   esac

@@ -15,6 +15,8 @@ from dflash_ext.bench.step_problem import SMALL, random_batch, random_trainer
 from dflash_ext.drafter import FULL, SLIDING
 from dflash_ext.errors import UserError
 from dflash_ext.layers import Linear
+from dflash_ext.target import Vocabulary
+from dflash_ext.trainer import Trainer
 
 TINY = dataclasses.replace(
     SMALL,
@@ -117,3 +119,18 @@ def test_casts_are_kept_for_every_turn_but_the_last(monkeypatch):
     turns = len(list(problem[2].chunks(4)))
     assert turns > 2
     assert alive == [len(layers)] * (turns - 1) + [0]
+
+
+def test_an_fp8_head_trains(monkeypatch):
+    trainer = random_trainer(TINY, "cpu", blocks_at_once=4)
+    options = dataclasses.replace(trainer.config.loss, fp8_head=True)
+    config = dataclasses.replace(trainer.config, loss=options)
+    vocabulary = Vocabulary(trainer.embedding.bfloat16(), trainer.head.bfloat16())
+    with pytest.raises(UserError, match="needs a drafter that computes in bf16"):
+        Trainer(Vocabulary(trainer.embedding, trainer.head), trainer.drafter, config)
+    losses = []
+    for given in (trainer.config, config):
+        other = Trainer(vocabulary, trainer.drafter, given)
+        losses.append(float(other.micro_step(*random_batch(other, (60, 50), 11))[0]))
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)

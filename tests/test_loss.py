@@ -8,8 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash_ext.config import LossOptions
 from dflash_ext.errors import UserError
-from dflash_ext.loss import chunk_bounds, dpace_weights, vocabulary_loss, vocabulary_topk
+from dflash_ext.loss import (
+    chunk_bounds,
+    dpace_weights,
+    fp8_logits,
+    quantised_head,
+    vocabulary_loss,
+    vocabulary_topk,
+)
 
 H, V = 24, 211
 
@@ -212,3 +220,41 @@ def test_wrong_options_are_errors():
         vocabulary_loss(hidden, head, labels, weights, kind="dpace")
     with pytest.raises(ValueError, match="rows_per_block sums to 3"):
         vocabulary_loss(hidden, head, labels, weights, rows_per_block=[3])
+
+
+@pytest.mark.parametrize("V", [64, 70])
+def test_an_fp8_head_changes_the_loss_by_its_rounding(V):
+    """Also where V is no multiple of 16; the gradient goes through the head itself."""
+    torch.manual_seed(0)
+    R, H = 60, 32
+    head = (torch.randn(V, H) * 0.3).bfloat16()
+    labels, weights = torch.randint(V, (R,)), torch.rand(R) + 0.1
+    x = torch.randn(R, H).bfloat16()
+    found = []
+    for fp8 in (None, quantised_head(head)):
+        hidden = x.clone().requires_grad_()
+        out = vocabulary_loss(hidden, head, labels, weights, chunk_rows=16, head_fp8=fp8)
+        out.numerator.backward()
+        found.append((out.numerator.item(), hidden.grad.double()))
+    (loss, grad), (loss_8, grad_8) = found
+    assert 0 < abs(loss_8 - loss) < 0.02 * loss
+    assert 0 < (grad_8 - grad).norm() < 0.15 * grad.norm()
+    q = quantised_head(head)
+    assert len(q.scales) % 16 == 0
+    logits = (x.float() @ (q.values.float() * q.scales[:, None]).T)[:, :V]
+    ours = fp8_logits(x, q, torch.empty(R, V, dtype=torch.bfloat16))
+    assert (ours.float() - logits).norm() < 0.05 * logits.norm()
+    wide = torch.empty(R, len(q.scales), dtype=torch.bfloat16)
+    assert torch.equal(fp8_logits(x, q, wide[:, :V]), ours)  # written where it will be read
+    assert torch.equal(wide[:, :V], ours)
+
+
+def test_an_fp8_head_is_for_bf16_and_for_labels():
+    head = torch.randn(32, 16)
+    with pytest.raises(ValueError, match="needs bf16 rows and no teacher"):
+        vocabulary_loss(
+            torch.randn(2, 16), head, torch.zeros(2).long(), torch.ones(2),
+            head_fp8=quantised_head(head),
+        )  # fmt: skip
+    with pytest.raises(UserError, match=r"leave --loss\.fp8-head out"):
+        LossOptions(kind="kl", fp8_head=True)

@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from test_soft_labels import NAIVE
 from torch import Tensor
 
-from dflash_ext.loss import LOSSES, Teacher, needs_teacher, vocabulary_loss
+from dflash_ext.loss import (
+    LOSSES,
+    Teacher,
+    fp8_logits,
+    needs_teacher,
+    quantised_head,
+    vocabulary_loss,
+)
 from dflash_ext.ops import vocabulary as operator
 from dflash_ext.ops.soft_labels import Chunk
 from dflash_ext.ops.vocabulary import logits_buffer, new_statistics
@@ -253,3 +260,14 @@ def test_no_rows():
     operator.vocabulary_statistics(logits, labels, stats)
     grad = operator.vocabulary_gradient_(logits, labels, stats, labels.float(), torch.bfloat16)
     assert grad.shape == (0, 100)
+
+
+@pytest.mark.parametrize("V", [4096, 32_000 - 3, 151_936])
+def test_fp8_logits_are_those_of_the_emulation(V):
+    head = (torch.randn(V, 512, device=CUDA) * 0.05).bfloat16()
+    hidden = torch.randn(70, 512, device=CUDA).bfloat16()
+    ours = fp8_logits(hidden, quantised_head(head), logits_buffer(70, V, torch.bfloat16, CUDA))
+    plain = torch.empty(70, V, dtype=torch.bfloat16)
+    emulated = fp8_logits(hidden.cpu(), quantised_head(head.cpu()), plain)
+    assert ours.shape == (70, V)
+    assert (ours.cpu().double() - emulated.double()).norm() < 0.01 * emulated.double().norm()

@@ -31,7 +31,8 @@ from dflash_ext.bench.timing import Clock, synchronise, tidy, timer
 from dflash_ext.blocks import Blocks
 from dflash_ext.config import OptimOptions
 from dflash_ext.errors import UserError
-from dflash_ext.loss import LossOutput
+from dflash_ext.fp8 import fits_fp8
+from dflash_ext.loss import LossOutput, quantised_head
 from dflash_ext.metrics import slot_sums
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.rates import drafter_operations
@@ -125,6 +126,8 @@ def measure(case: Case, device: str, rounds: int, blocks_at_once: int, baseline:
     if baseline:
         runs |= _baseline(row, trainer, problem, device)
     runs["product"] = anchors.timed_products(device)
+    if device == "cuda" and fits_fp8(trainer.device):
+        runs["fp8_head"] = _with_fp8_head(trainer, lambda: timed.step(problem, None)["step"])
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -144,6 +147,20 @@ def measure(case: Case, device: str, rounds: int, blocks_at_once: int, baseline:
     if device == "cuda":
         row["kinds"] = {"step": kinds_of(lambda: timed.step(problem, None))}
     return row
+
+
+def _with_fp8_head(trainer: Trainer, run: Callable[[], float]) -> Callable[[], float]:
+    """`run` as with --loss.fp8-head; the FP8 copy of the head is made now."""
+    head = quantised_head(trainer.head)
+
+    def changed() -> float:
+        trainer.head_fp8 = head
+        try:
+            return run()
+        finally:
+            trainer.head_fp8 = None
+
+    return changed
 
 
 def _baseline(

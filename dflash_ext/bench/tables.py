@@ -113,6 +113,7 @@ STEP = [
     ("loss", "loss_ms", "{:.1f}"),
     ("backward", "backward_ms", "{:.1f}"),
     ("all three, ms", "step", "{}"),
+    ("with an FP8 head", "fp8_head_ms", "{:.1f}"),
     ("optimizer", "optimizer_ms", "{:.1f}"),
     ("MFU", "mfu", "{:.2f}"),
     ("product TFLOP/s", "product_tflops", "{:.3g}"),

@@ -58,10 +58,12 @@ def quantise_rows(x: Tensor, up: Tensor | None = None) -> Quantised:
     return Quantised(out, scales)
 
 
-def scaled_product(x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
+def scaled_product(
+    x: Quantised, weight: Quantised, dtype: torch.dtype, *, out: Tensor | None = None
+) -> Tensor:
     """x W^T, [T, O] in `dtype`: torch's own FP8 product on CUDA, its arithmetic in fp32 elsewhere.
 
-    K and O multiples of 16.
+    K and O multiples of 16; `out`, contiguous in `dtype`, takes the result if given.
     """
     if x.values.is_cuda:
         return torch._scaled_mm(
@@ -71,9 +73,11 @@ def scaled_product(x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tenso
             scale_b=weight.scales[None],
             out_dtype=dtype,
             use_fast_accum=True,
+            **({} if out is None else {"out": out}),
         )
     product = x.values.float() @ weight.values.float().T
-    return (product * x.scales[:, None] * weight.scales).to(dtype)
+    product = product * x.scales[:, None] * weight.scales
+    return product.to(dtype) if out is None else out.copy_(product)
 
 
 def quantise_rows_reference(x: Tensor, up: Tensor | None = None) -> Quantised:
