@@ -34,19 +34,11 @@ from dflash_ext.errors import UserError, run_cli  # noqa: E402
 TRANSFORMERS = ("5.6.0", "5.8.1", "5.17.0", "newest")
 TESTS = (
     *("transformers_api", "target", "target_load", "teacher", "shield", "reader", "drafting"),
-    *(
-        "acceleration",
-        "causal",
-        "mixture",
-        "fp8",
-        "target_loading",
-        "split_target",
-        "startup",
-        "identity",
-    ),
-    *("generate", "drafter", "trainer", "loss", "initialise", "muon", "optim", "checkpoint"),
-    *("train", "train_errors", "export", "export_check", "evaluate", "synthesis", "prepare"),
-    *("chat", "templates", "append_only", "regenerate_in_process", "attention_cpu", "fused_ops"),
+    *("acceleration", "causal", "mixture", "fp8", "target_loading", "split_target", "startup"),
+    *("identity", "generate", "drafter", "trainer", "loss", "initialise", "muon", "optim"),
+    *("checkpoint", "train", "train_errors", "export", "export_check", "evaluate", "synthesis"),
+    *("prepare", "chat", "templates", "append_only", "regenerate_in_process", "attention_cpu"),
+    "fused_ops",
     # Ranks: the launcher, the collectives, sharded drafters.
     "pipeline.py::test_sharded_drafters_are_replicated_ones",
     "pipeline.py::test_the_last_layer_travels_for_losses_that_read_the_target",

@@ -64,9 +64,9 @@ class PackedBatch:
         )
 
     @classmethod
-    def random(cls, lengths: Sequence[int], vocab_size: int) -> PackedBatch:
-        """Documents of these lengths, every token supervised and drawn alike; always the same."""
-        generator = torch.Generator().manual_seed(0)
+    def random(cls, lengths: Sequence[int], vocab_size: int, seed: int = 0) -> PackedBatch:
+        """Documents of these lengths, every token supervised and drawn alike; the same by seed."""
+        generator = torch.Generator().manual_seed(seed)
         documents = [
             (torch.randint(vocab_size, (n,), generator=generator), torch.ones(n, dtype=torch.bool))
             for n in lengths

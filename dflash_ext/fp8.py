@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from dflash_ext.errors import UserError
-from dflash_ext.ops.grouped import grouped_scaled_product, mixed, multiplies_fp8_in_groups
+from dflash_ext.ops.grouped import grouped_scaled_product, groups_run_on, mixed
 from dflash_ext.ops.quantise import (
     ALIGNMENT,
     CAPABILITY,
-    FP8,
     Quantised,
     quantise_rows,
     scaled_product,
 )
+from dflash_ext.torch_api import FP8
 
 log = logging.getLogger(__name__)
 
@@ -154,4 +154,4 @@ def _fits(weight: Tensor) -> bool:
 
 def _experts_fit(experts: Any) -> bool:
     down = experts.down_proj
-    return _fits(down) and multiplies_fp8_in_groups(down.device)
+    return _fits(down) and groups_run_on(down.device, FP8)

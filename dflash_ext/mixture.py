@@ -9,11 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dflash_ext.fp8 import Fp8Experts
 from dflash_ext.module_parts import children_of, is_silu
-from dflash_ext.ops.grouped import grouped_product, mixed, multiplies_in_groups
+from dflash_ext.ops.grouped import grouped_product, groups_run_on, mixed
 from dflash_ext.ops.swiglu import swiglu_forward
 
 _PARTS = {"gate", "experts"}
@@ -57,5 +58,5 @@ def is_mixture(module: nn.Module, model_type: str) -> bool:
     return (
         weights.keys() == _WEIGHTS
         and is_silu(experts.act_fn)
-        and multiplies_in_groups(weights["down_proj"].device)
+        and groups_run_on(weights["down_proj"].device, torch.bfloat16)
     )

@@ -1,4 +1,4 @@
-"""A target's side of every hand-over, and its whole run: capture for credit, send, announce.
+"""A target's side of every hand-over, and its whole run: capture for credit, announce, send.
 
 Over NCCL a send is a kernel that spins until the drafter's receive runs, and the first launch of
 any other kernel may wait, inside the driver and with all other calls into it behind it, until the

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 
 from dflash_ext.drafter_rules import FULL, SLIDING
 from dflash_ext.errors import UserError
-from dflash_ext.ops.grouped import torch_multiplies_in_groups
+from dflash_ext.torch_api import multiplies_in_groups
 
 # Bases of their modules whose `__call__` adds nothing to torch's in inference.
 PLAIN_CALLS = ("transformers.modeling_layers.GradientCheckpointingLayer",)
@@ -172,7 +172,7 @@ def choose_experts(model: Any) -> None:
     """
     chosen = getattr(model.config.get_text_config(), "_experts_implementation", None)
     grouped = chosen == "grouped_mm" and model.device.type == "cpu"
-    if grouped and not torch_multiplies_in_groups(model.device, torch.float32):
+    if grouped and not multiplies_in_groups(model.device, torch.float32):
         model.set_experts_implementation("eager")
 
 

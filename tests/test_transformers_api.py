@@ -25,7 +25,7 @@ ASKED_FOR = WORDS | {"batch_repeat_interleave", "batch_select_indices", "num_loc
 LIBRARIES = {"torch", "transformers", "tokenizers", "huggingface_hub"}
 
 
-REALLY_RUNS = api.torch_multiplies_in_groups(torch.device("cpu"), torch.float32)
+REALLY_RUNS = api.multiplies_in_groups(torch.device("cpu"), torch.float32)
 
 
 def dotted(node: ast.AST) -> str:
@@ -179,7 +179,7 @@ def test_widths_and_experts():
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_experts_are_multiplied_in_a_way_that_runs(monkeypatch, runs):
-    monkeypatch.setattr(api, "torch_multiplies_in_groups", lambda *_: runs)
+    monkeypatch.setattr(api, "multiplies_in_groups", lambda *_: runs)
     model, ids = tiny_model("qwen3_moe"), torch.arange(5)[None]
     assert model.config._experts_implementation == ("grouped_mm" if runs else "eager")
     expected = tiny_model("qwen3_moe", experts_implementation="eager")(ids).logits

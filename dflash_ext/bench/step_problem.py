@@ -113,11 +113,7 @@ def random_batch(
     """All tokens supervised; each document has anchors by its length, uniform over its own."""
     g = torch.Generator().manual_seed(seed)
     config = trainer.drafter.config
-    pairs = [
-        (torch.randint(config.vocab_size, (n,), generator=g), torch.ones(n, dtype=torch.bool))
-        for n in documents
-    ]
-    batch = PackedBatch.from_documents(pairs, range(len(documents)))
+    batch = PackedBatch.random(documents, config.vocab_size, seed)
     candidates = anchor_candidates(batch).nonzero().flatten()
     # One of each `anchors` equal stretches of the candidates.
     count = min(anchors, len(candidates))

@@ -320,7 +320,7 @@ DOCS: Sections = [
     ("fused_h200.json", "Row-wise operators on the H200", lambda r: fused_table(r["rows"])),
     ("vocabulary_h200.json", "Vocabulary loss on the H200", vocabulary_table),
     ("target_h200.json", "Where a target's time goes", target_details),
-    ("training_h200.json", "Held-out blocks of that drafter while it trained", runs_table),
+    ("training_h200.json", "Held-out blocks of the README's drafter while it trained", runs_table),
     ("ablations_h200.json", "Ways to train it, as long as each other", runs_table),
     ("pipeline_h200x2_one_to_one.json", "Two ranks over NCCL on two H200s", pipeline_table),
     ("pipeline_h200x2_five_to_three.json", "Eight ranks on two H200s, over gloo", pipeline_table),

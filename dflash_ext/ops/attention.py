@@ -88,8 +88,7 @@ def dflash_attention_forward(
     scale, path = _check(t, layout, scale), attention_path(t, layout)
     out, lse = _forward(t, layout, scale, path)
     if path != "cpu":  # base 2, and the heads of a group beside each other
-        heads = t.k_blk.shape[1]
-        grouped = lse.view(heads, t.q.shape[0], t.q.shape[1] // heads)
+        grouped = lse.view(t.k_blk.shape[1], t.q.shape[0], _gqa_ratio(t))
         lse = grouped.transpose(1, 2).flatten(0, 1) * math.log(2)
     return out, lse
 
@@ -174,18 +173,22 @@ def forced_path(path: str) -> Iterator[None]:
         _forced_path.reset(token)
 
 
+def _gqa_ratio(t: Tensors) -> int:
+    """Query heads per key-value head."""
+    return t.q.shape[1] // t.k_blk.shape[1]
+
+
 def attention_path(t: Tensors, layout: AttentionLayout) -> str:
     """Which kernels a call takes: "cpu", "hopper" or "triton" (what Hopper's do not cover)."""
     if not t.q.is_cuda:
         return "cpu"
-    rows_per_block = layout.block_size * (t.q.shape[1] // t.k_blk.shape[1])
-    covered = HOPPER_TILE % rows_per_block == 0 and _tensor_maps_fit(t, layout)
+    covered = HOPPER_TILE % (layout.block_size * _gqa_ratio(t)) == 0 and _tensor_maps_fit(t, layout)
     return _forced_path.get() or ("hopper" if covered else "triton")
 
 
 def _backward_path(t: Tensors, layout: AttentionLayout, path: str) -> str:
     """TMA copies rows of lse from multiples of 16 bytes: fewer than 4 rows a block may not be."""
-    aligned = layout.block_size * (t.q.shape[1] // t.k_blk.shape[1]) % 4 == 0
+    aligned = layout.block_size * _gqa_ratio(t) % 4 == 0
     return path if aligned or path == "cpu" else "triton"
 
 
@@ -314,7 +317,7 @@ def _cuda_arguments(t: Tensors, layout: AttentionLayout, scale: float) -> dict[s
         "num_ctx": layout.num_ctx,
         "num_kv_heads": t.k_blk.shape[1],
         "B": layout.block_size,
-        "G": t.q.shape[1] // t.k_blk.shape[1],
+        "G": _gqa_ratio(t),
         "window": layout.window_or_none,
         "causal": int(layout.causal),
         "scale_log2": scale * math.log2(math.e),
@@ -351,7 +354,7 @@ def _kernels(t: Tensors, layout: AttentionLayout, path: str) -> _Kernels:
         names = ("fwd", "bwd_dq", "bwd_dkv", "bwd_own")
         forward, dq, *dkv = (getattr(_C, prefix + name) for name in names)
         return _Kernels(forward, dq, tuple(dkv), {}, None)
-    own = hopper_own_tile(layout.block_size, t.q.shape[1] // t.k_blk.shape[1])
+    own = hopper_own_tile(layout.block_size, _gqa_ratio(t))
     # The persistent programs draw their work from a counter; the launcher zeroes it each time.
     counter = torch.empty(1, dtype=torch.int32, device=t.q.device)
     return _Kernels(

@@ -6,14 +6,13 @@ rows, E experts, I columns in, O columns out, H hidden.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dflash_ext.ops.quantise import FP8, Quantised, scaled_product
+from dflash_ext.ops.quantise import Quantised, scaled_product
+from dflash_ext.torch_api import grouped_mm, multiplies_in_groups, scaled_grouped_mm
 
 
 def mixed(
@@ -54,11 +53,10 @@ def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     multiples of 8 and no wait of the host; the CPU multiplies group after group.
     """
     if x.is_cuda:
-        return _of_torch()(x, weights.transpose(1, 2), offs=ends)
-    out, begin = x.new_empty(len(x), weights.shape[1]), 0
-    for weight, end in zip(weights, ends.tolist()):
-        torch.mm(x[begin:end], weight.T, out=out[begin:end])
-        begin = end
+        return grouped_mm(x, weights, ends)
+    out = x.new_empty(len(x), weights.shape[1])
+    for rows, weight in zip(_groups(ends), weights):
+        torch.mm(x[rows], weight.T, out=out[rows])
     return out
 
 
@@ -70,57 +68,21 @@ def grouped_scaled_product(
     weights: values [E, O, I], scales [E, O]; I and O multiples of 16. Off CUDA emulated in fp32.
     """
     if x.values.is_cuda:
-        return _scaled_of_torch(x, weights, ends, dtype)
-    out, begin = x.scales.new_empty((len(x.scales), weights.values.shape[1]), dtype=dtype), 0
-    for values, scales, end in zip(weights.values, weights.scales, ends.tolist()):
-        rows = Quantised(x.values[begin:end], x.scales[begin:end])
-        out[begin:end] = scaled_product(rows, Quantised(values, scales), dtype)
-        begin = end
+        return scaled_grouped_mm(*x, *weights, ends, dtype)
+    out = x.scales.new_empty((len(x.scales), weights.values.shape[1]), dtype=dtype)
+    for rows, *weight in zip(_groups(ends), *weights):
+        part = Quantised(x.values[rows], x.scales[rows])
+        out[rows] = scaled_product(part, Quantised(*weight), dtype)
     return out
 
 
-def _scaled_of_torch(x: Quantised, weights: Quantised, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch._scaled_grouped_mm(
-        x.values,
-        weights.values.transpose(1, 2),
-        x.scales,
-        weights.scales,
-        offs=ends,
-        out_dtype=dtype,
-        use_fast_accum=True,
-    )
+def _groups(ends: Tensor) -> Iterator[slice]:
+    begin = 0
+    for end in ends.tolist():
+        yield slice(begin, end)
+        begin = end
 
 
-def _of_torch() -> Any:
-    return getattr(nn.functional, "grouped_mm", None) or torch._grouped_mm
-
-
-@functools.cache
-def torch_multiplies_in_groups(device: torch.device, dtype: torch.dtype) -> bool:
-    """Does torch's own grouped product run there? Releases differ in where: it is tried."""
-    try:
-        x = torch.zeros(8, 8, dtype=dtype, device=device)
-        _of_torch()(x, x[None], offs=torch.full((1,), 8, dtype=torch.int32, device=device))
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
-def multiplies_in_groups(device: torch.device) -> bool:
-    """Does `grouped_product` run there?"""
-    return device.type == "cpu" or torch_multiplies_in_groups(device, torch.bfloat16)
-
-
-@functools.cache
-def multiplies_fp8_in_groups(device: torch.device) -> bool:
-    """Does `grouped_scaled_product` run there?"""
-    if device.type == "cpu":
-        return True
-    x = Quantised(torch.zeros(16, 16, device=device).to(FP8), torch.ones(16, device=device))
-    weights = Quantised(x.values[None], x.scales[None])
-    ends = torch.full((1,), 16, dtype=torch.int32, device=device)
-    try:
-        _scaled_of_torch(x, weights, ends, torch.bfloat16)
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
-        return False
-    return True
+def groups_run_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Do the grouped products of this dtype, bf16 or FP8, run there?"""
+    return device.type == "cpu" or multiplies_in_groups(device, dtype)

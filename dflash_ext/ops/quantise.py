@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dflash_ext import _C
 from dflash_ext.ops import rows
+from dflash_ext.torch_api import FP8
 
-FP8 = torch.float8_e4m3fn
 TOP = 448.0
 """Largest FP8 number."""
 ALIGNMENT = 16
