@@ -29,13 +29,15 @@ class Mixture:
     def __init__(self, module: Any) -> None:
         """module: one that `is_mixture` accepts; its weights stay where they are."""
         self._router, self._experts = module.gate, module.experts
-        own = isinstance(self._experts, Fp8Experts)
-        self._products = self._experts.products if own else self._plain_products
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] of x [T, H]."""
         _, weights, chosen = self._router(x)
-        return mixed(chosen, weights, self._experts.num_experts, partial(self._products, x))
+        # A bound method of our own kept here would be a cycle, and `Target.quantise` would leave
+        # the experts in bf16 to Python's collector.
+        in_fp8 = isinstance(self._experts, Fp8Experts)
+        products = self._experts.products if in_fp8 else self._plain_products
+        return mixed(chosen, weights, self._experts.num_experts, partial(products, x))
 
     def _plain_products(self, x: Tensor, token: Tensor, ends: Tensor, share: Tensor) -> Tensor:
         rows = x.index_select(0, token)

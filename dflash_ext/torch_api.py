@@ -1,4 +1,4 @@
-"""Products of groups of rows, each group with a matrix of its own: torch's, which releases change.
+"""What torch's releases change: the allocator's setting, products of groups of rows.
 
 Shapes: S rows, E groups, I columns in, O columns out.
 """
@@ -6,11 +6,23 @@ Shapes: S rows, E groups, I columns in, O columns out.
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 from torch import Tensor, nn
 
 FP8 = torch.float8_e4m3fn
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def share_device_memory() -> None:
+    """Let batches of all sizes share device memory that stays as it is (torch's segments grow).
+
+    In the environment, for this process and those it starts; before the first use of a device, and
+    only where the user has not chosen settings of the allocator.
+    """
+    if not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        os.environ |= dict.fromkeys(_ALLOCATOR_SETTINGS, "expandable_segments:True")
 
 
 def grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from dflash_ext.errors import FeatureError, UserError, one_line
 from dflash_ext.launch import root_cause
 from dflash_ext.probe import choose_topology
 from dflash_ext.ranks import Ranks, join_world, leave_world, make_ranks, store_address
+from dflash_ext.torch_api import share_device_memory
 from dflash_ext.watch import FAILED, INTERRUPTED, SILENT_SECONDS, Failure, Watch, announce
 
 _GRACE_SECONDS = 3.0
@@ -53,10 +54,7 @@ def as_rank(config: TrainConfig, train: Callable[[TrainConfig, Ranks], int]) -> 
 
 def _set_environment() -> None:
     """What must be said before the first use of a device, unless the user has said otherwise."""
-    # Batches of all sizes then share memory that stays as it is. torch's name for it has changed.
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    if not any(name in os.environ for name in names):
-        os.environ |= dict.fromkeys(names, "expandable_segments:True")
+    share_device_memory()
     # A batch on its way must not stand in one queue with the kernels of the batch before it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Ranks of one machine share its cores.

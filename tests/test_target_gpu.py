@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
+from own_process import printed_by
 from test_attention_gpu import path  # noqa: F401
 from test_causal import problem, starts_of
 from test_target import fused_layers, packed, true_taps
@@ -169,15 +166,7 @@ def print_growth() -> None:
 
 
 def test_memory_is_flat_over_random_lengths():
-    """With the allocator's setting of the program's own ranks (worker.py), in a process for it."""
-    tests = Path(__file__).parent
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    env = os.environ | dict.fromkeys(names, "expandable_segments:True")
-    env["PYTHONPATH"] = os.pathsep.join([str(tests), *filter(None, sys.path)])
-    code = "import test_target_gpu; test_target_gpu.print_growth()"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) <= 0.01
+    assert float(printed_by("import test_target_gpu; test_target_gpu.print_growth()")) <= 0.01
 
 
 def test_threads_on_streams_equal_serial(small):

@@ -37,6 +37,7 @@ from dflash_ext.metrics import slot_sums
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.rates import drafter_operations
 from dflash_ext.startup import release
+from dflash_ext.torch_api import share_device_memory
 from dflash_ext.trainer import Inputs, Trainer
 
 LARGEST_DIFFERENCE = 0.02  # of the loss: bf16 against bf16 in another order
@@ -235,16 +236,22 @@ def walk(drafter: str, device: str, steps: int, blocks_at_once: int, largest: in
 
 def main(argv: Sequence[str]) -> None:
     parser = parser_of("step", __doc__)
-    parser.add_argument("--drafters", nargs="+", choices=sorted(DRAFTERS))
+    parser.add_argument(
+        "--drafters", nargs="*", choices=sorted(DRAFTERS), help="none after it: the walk alone"
+    )
     parser.add_argument("--blocks-at-once", type=int, default=1024)
     parser.add_argument("--walk", type=int, help="steps of random shapes (default 1000; CPU 20)")
     parser.add_argument("--no-baseline", action="store_true")
     args = parsed(parser, argv, rounds=7, cpu_rounds=3)
     if args.blocks_at_once < 1 or (args.walk or 0) < 0:
         raise UserError("--blocks-at-once must be at least 1, --walk at least 0")
+    share_device_memory()  # as a training run does
     on_gpu = args.device == "cuda"
     result: Row = {"benchmark": "step", "rows": [], "walks": []}
-    for drafter in args.drafters or (("qwen3-8b", "qwen3.6-27b") if on_gpu else ("small",)):
+    drafters = args.drafters
+    if drafters is None:
+        drafters = ("qwen3-8b", "qwen3.6-27b") if on_gpu else ("small",)
+    for drafter in drafters:
         for case in cases(drafter):
             row = measure(case, args.device, args.rounds, args.blocks_at_once, not args.no_baseline)
             result["rows"].append(row)
