@@ -152,7 +152,7 @@ class Items:
 
     @gluon.jit
     def want_next(self):
-        """Loader, once an item, where the scheduler waits for it."""
+        """Loader, once an item, where the scheduler waits for it (items that are WANTED)."""
         mbarrier.arrive(self.wanted.index(0), count=1)
 
     @gluon.jit
@@ -162,9 +162,19 @@ class Items:
 
 
 @gluon.jit
-def new_items():
+def new_items(WANTED: gl.constexpr):
+    """WANTED: does the loader ask for items (`want_next`)?
+
+    A barrier that nobody uses must not be made: Triton takes its life for over after its
+    initialisation and gives its memory away, which PTX leaves undefined without an `inval`.
+    """
     cells = gl.allocate_shared_memory(gl.int32, [2 * CELLS, 1], mbarrier.MBarrierLayout())
-    return Items(cells, new_barriers(2, 1), new_barriers(2, CONSUMERS + 1), new_barriers(1, 1))
+    full = new_barriers(2, 1)
+    empty = new_barriers(2, CONSUMERS + 1)
+    wanted = full
+    if WANTED:
+        wanted = new_barriers(1, 1)
+    return Items(cells, full, empty, wanted)
 
 
 @gluon.jit
@@ -385,20 +395,19 @@ def load_rows(rows_map, ring, position, blocks, t, kv_head, D: gl.constexpr):
 
 
 @gluon.jit
-def half_of_slot(ring, position, WG: gl.constexpr, D: gl.constexpr):
+def half_of_slot(slot, WG: gl.constexpr, D: gl.constexpr):
     """A consumer's 64 rows of a slot of 128, as a matrix."""
     FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    slot = ring.slot(position)._reinterpret(gl.bfloat16, [CONSUMERS, HALF, D], FLAT)
-    return slot.index(WG)
+    return slot._reinterpret(gl.bfloat16, [CONSUMERS, HALF, D], FLAT).index(WG)
 
 
 @gluon.jit
-def store_half(rows_map, ring, position, WG: gl.constexpr, at, D: gl.constexpr):
+def store_half(rows_map, slot, WG: gl.constexpr, at, D: gl.constexpr):
     """Store a consumer's 64 rows of a slot by TMA, after they were written by ordinary stores."""
     ROWS: gl.constexpr = rows_map.block_shape[0]
     HEADS: gl.constexpr = rows_map.block_shape[1]
     SHAPE: gl.constexpr = [CONSUMERS, ROWS, HEADS, D]
-    slot = ring.slot(position)._reinterpret(gl.bfloat16, SHAPE, rows_map.layout)
+    half = slot._reinterpret(gl.bfloat16, SHAPE, rows_map.layout).index(WG)
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(rows_map, at, slot.index(WG))
+    tma.async_copy_shared_to_global(rows_map, at, half)

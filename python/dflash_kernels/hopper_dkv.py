@@ -227,8 +227,8 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr):
         lo, hi, full_lo, full_hi = _row_groups(blocks, t, WG, ctx_tiles, num_ctx, ranges_ptr)
         k_ring.wait_full(r)
         v_ring.wait_full(r)
-        k = half_of_slot(k_ring, r, WG, D)
-        v = half_of_slot(v_ring, r, WG, D)
+        k = half_of_slot(k_ring.slot(r), WG, D)
+        v = half_of_slot(v_ring.slot(r), WG, D)
         key_from = t * TILE + WG * HALF
         if own_tile:
             key_from = key_from - ctx_tiles * TILE
@@ -248,8 +248,8 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr):
             slot = position % q_ring.stages
             do = do_sm.index(slot).reshape([HALF, D])
             here = _recomputed(r)
-            k_here = half_of_slot(k_ring, here, WG, D)
-            v_here = half_of_slot(v_ring, here, WG, D)
+            k_here = half_of_slot(k_ring.slot(here), WG, D)
+            v_here = half_of_slot(v_ring.slot(here), WG, D)
             dp_token = scores(v_here, do, HALF, HALF, S)
             lse = lse_sm.index(slot).load(COLUMN)
             p = _probability_t(
@@ -289,11 +289,11 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr):
         v.store(dv.to(gl.bfloat16))
         at = [key_from, kv_head, 0]
         if own_tile:
-            store_half(dk_own_map, k_ring, r, WG, at, D)
-            store_half(dv_own_map, v_ring, r, WG, at, D)
+            store_half(dk_own_map, k_ring.slot(r), WG, at, D)
+            store_half(dv_own_map, v_ring.slot(r), WG, at, D)
         else:
-            store_half(dk_ctx_map, k_ring, r, WG, at, D)
-            store_half(dv_ctx_map, v_ring, r, WG, at, D)
+            store_half(dk_ctx_map, k_ring.slot(r), WG, at, D)
+            store_half(dv_ctx_map, v_ring.slot(r), WG, at, D)
         r += 1
         item = items.take(r)
     tma.store_wait(0)
@@ -338,7 +338,7 @@ def hopper_bwd_dkv_kernel(
     do_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 16, 4, D], dout_map.layout)
     lse_sm = gl.allocate_shared_memory(gl.float32, [STAGES, HALF], lse_map.layout)
     delta_sm = gl.allocate_shared_memory(gl.float32, [STAGES, HALF], delta_map.layout)
-    items = new_items()
+    items = new_items(True)
     k_ring = new_ring(k_sm, 2)
     v_ring = new_ring(v_sm, 2)
     q_ring = new_ring(q_sm, STAGES)  # dO, lse and delta of a group share its barriers

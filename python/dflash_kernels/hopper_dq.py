@@ -121,7 +121,7 @@ def _differentiate_q(
         items,
         q_ring,
         do_ring,
-        dq_ring,
+        dq_slot,
         k_ring,
         v_ring,
         blocks,
@@ -155,11 +155,11 @@ def _differentiate_q(
         lse = gl.load(lse_ptr + row_at, mask=row < num_rows, other=float("inf"))
         token, block, _, _ = blocks.rows(row)
 
-        q = half_of_slot(q_ring, r, WG, D)
-        do = half_of_slot(do_ring, r, WG, D)
+        q = half_of_slot(q_ring.slot(r), WG, D)
+        do = half_of_slot(do_ring.slot(r), WG, D)
         do_ring.wait_full(r)
         k_ring.wait_full(k_base)
-        delta = _delta(half_of_slot(k_ring, k_base, WG, D), do, D)
+        delta = _delta(half_of_slot(k_ring.slot(k_base), WG, D), do, D)
         delta = gl.convert_layout(delta, ROW)
         k_ring.release(k_base)
         gl.store(delta_ptr + row_at, delta, mask=row < num_rows)
@@ -241,13 +241,13 @@ def _differentiate_q(
 
         tma.store_wait(0)  # the previous item's dQ has long been read out of the staging buffer
         gl.thread_barrier()
-        half_of_slot(dq_ring, 0, WG, D).store((acc * scale).to(gl.bfloat16))
+        half_of_slot(dq_slot, WG, D).store((acc * scale).to(gl.bfloat16))
         # Read again rather than kept: the loops need every register.
         t = items.read(r, 1)
         kv_head = items.read(r, 0) % num_kv_heads
         items.release(r)
         dq_at = [blocks.first_token(t, WG), kv_head << blocks.log_g, 0]
-        store_half(dq_map, dq_ring, 0, WG, dq_at, D)
+        store_half(dq_map, dq_slot, WG, dq_at, D)
         r += 1
         item = items.take(r)
     tma.store_wait(0)
@@ -291,10 +291,10 @@ def hopper_bwd_dq_kernel(
     dq_sm = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, 1, D], k_ctx_map.layout)
     k_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 1, D], k_ctx_map.layout)
     v_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, 1, D], v_ctx_map.layout)
-    items = new_items()
+    items = new_items(False)
     q_ring = new_ring(q_sm, 1)
     do_ring = new_ring(do_sm, 1)
-    dq_ring = new_ring(dq_sm, 1)  # of the consumers alone: each stages its half of dQ here
+    dq_slot = dq_sm.index(0)  # of the consumers alone: each stages its half of dQ here
     k_ring = new_ring(k_sm, STAGES)
     v_ring = new_ring(v_sm, STAGES)
     blocks = Blocks(ctx_start_ptr, ctx_end_ptr, num_blocks, window, causal, log_b, log_g)
@@ -305,7 +305,7 @@ def hopper_bwd_dq_kernel(
         items,
         q_ring,
         do_ring,
-        dq_ring,
+        dq_slot,
         k_ring,
         v_ring,
         blocks,

@@ -126,7 +126,7 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
         full = items.read(r, 5)
         items.release(r)
         kv_head = item % num_kv_heads
-        q = half_of_slot(q_ring, r, WG, D)
+        q = half_of_slot(q_ring.slot(r), WG, D)
         q_ring.wait_full(r)
         v_ring.wait_full(v_base)
         own_k = own_rows(v_ring, v_base, 0, WG, OWN, BN, D).reshape([OWN, D])
@@ -201,7 +201,7 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
         out = acc * gl.convert_layout(factor, OUT_ROW)[:, None]
         q.store(out.to(gl.bfloat16))
         out_at = [blocks.first_token(t, WG), kv_head << blocks.log_g, 0]
-        store_half(out_map, q_ring, r, WG, out_at, D)
+        store_half(out_map, q_ring.slot(r), WG, out_at, D)
         lse = gl.where(real, m + gl.log2(total), float("inf"))
         gl.store(lse_ptr + kv_head.to(gl.int64) * num_rows + row, lse, mask=row < num_rows)
         r += 1
@@ -242,7 +242,7 @@ def hopper_fwd_kernel(
     q_sm = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, 1, D], k_ctx_map.layout)
     k_sm = gl.allocate_shared_memory(gl.bfloat16, [K_STAGES, BN, 1, D], k_ctx_map.layout)
     v_sm = gl.allocate_shared_memory(gl.bfloat16, [V_STAGES, BN, 1, D], v_ctx_map.layout)
-    items = new_items()
+    items = new_items(False)
     q_ring = new_ring(q_sm, 2)
     k_ring = new_ring(k_sm, K_STAGES)
     v_ring = new_ring(v_sm, V_STAGES)
