@@ -30,6 +30,7 @@ Driver load() {
 #undef X
   d.cuKernelGetParamInfo =
       reinterpret_cast<decltype(d.cuKernelGetParamInfo)>(dlsym(handle, "cuKernelGetParamInfo"));
+  d.cuFuncLoad = reinterpret_cast<decltype(d.cuFuncLoad)>(dlsym(handle, "cuFuncLoad"));
   d.cuTensorMapEncodeTiled = reinterpret_cast<decltype(d.cuTensorMapEncodeTiled)>(
       dlsym(handle, "cuTensorMapEncodeTiled"));
   if (CUresult r = d.cuInit(0)) {

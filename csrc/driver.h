@@ -33,6 +33,8 @@ struct Driver {
 #undef X
   // Present from CUDA 12.4 on; used to double-check parameter sizes at load.
   CUresult (*cuKernelGetParamInfo)(CUkernel, size_t, size_t*, size_t*) = nullptr;
+  // Present from CUDA 12.4 on; completes a load that CUDA would leave to the first launch.
+  CUresult (*cuFuncLoad)(CUfunction) = nullptr;
   // Present from CUDA 12.0 on; needed by the Hopper kernels alone.
   decltype(&::cuTensorMapEncodeTiled) cuTensorMapEncodeTiled = nullptr;
   std::string error;  // why there is no usable driver; empty if there is one

@@ -60,8 +60,11 @@ Loaded load_image(const Driver& d, const Image& image, const DeviceState& state)
   check(d.cuKernelSetAttribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, image.shared_bytes,
                                loaded.kernel, device),
         "reserving shared memory of " + what);
-  CUfunction function = nullptr;  // forces the load now, whatever CUDA_MODULE_LOADING says
+  // The load happens now, whatever CUDA_MODULE_LOADING says: a first launch would wait for it, and
+  // behind a kernel that spins (an NCCL send) for ever.
+  CUfunction function = nullptr;
   check(d.cuKernelGetFunction(&function, loaded.kernel), "loading " + what);
+  if (d.cuFuncLoad) check(d.cuFuncLoad(function), "loading " + what);
   return loaded;
 }
 

@@ -18,7 +18,8 @@ import ctypes, json, os, struct, threading
 from dflash_ext import _C
 
 class Load(ctypes.Structure):
-    _fields_ = [("image", ctypes.c_void_p), ("symbol", ctypes.c_char * 64), ("shared", ctypes.c_int)]
+    _fields_ = [("image", ctypes.c_void_p), ("symbol", ctypes.c_char * 64), ("shared", ctypes.c_int),
+                ("completed", ctypes.c_int)]
 class Record(ctypes.Structure):
     _fields_ = [("load", ctypes.c_int), ("context", ctypes.c_int), ("grid", ctypes.c_uint),
                 ("block", ctypes.c_uint), ("shared", ctypes.c_uint), ("stream", ctypes.c_uint64),
@@ -62,9 +63,9 @@ def last():
 
 
 def build_stubs(folder: Path) -> dict[str, Path]:
-    """The stub driver, "plain" and "with_param_info", compiled into `folder`."""
+    """The stub driver, "plain" and "cuda_12_4", compiled into `folder`."""
     built = {}
-    for name, flags in (("plain", []), ("with_param_info", ["-DPARAM_INFO"])):
+    for name, flags in (("plain", []), ("cuda_12_4", ["-DCUDA_12_4"])):
         built[name] = folder / f"lib{name}.so"
         source = ROOT / "tests" / "stub_libcuda.c"
         command = [

@@ -1,7 +1,8 @@
 /* A stand-in for libcuda.so.1: remembers what it was asked, so launches can be checked without a GPU.
    STUB_SM: compute capability of its devices (default 90), and with it their shared memory. STUB_DEVICES: how many (default 2).
    STUB_FAIL: name of a function that answers CUDA_ERROR_OUT_OF_MEMORY (2).
-   With -DPARAM_INFO it also answers cuKernelGetParamInfo, claiming STUB_PARAM_BYTES each. */
+   With -DCUDA_12_4 it also has what came with that: cuKernelGetParamInfo, which claims
+   STUB_PARAM_BYTES each, and cuFuncLoad. */
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -11,7 +12,7 @@ typedef int CUresult;
 enum { MAX_RECORDS = 100000, MAX_LOADS = 4096, MAX_PARAMS = 64 };
 
 struct config { unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared; void *stream; };
-struct load { const unsigned char *image; char symbol[64]; int shared; };
+struct load { const unsigned char *image; char symbol[64]; int shared, completed; };
 struct map { uint64_t address; uint64_t extents[3], strides[2]; unsigned box[3]; int rank, type, swizzle; };
 struct record {
   int load, context;
@@ -110,7 +111,14 @@ CUresult cuTensorMapEncodeTiled(void *out, int type, unsigned rank, void *addres
   pthread_mutex_unlock(&lock);
   return answer("cuTensorMapEncodeTiled");
 }
-#ifdef PARAM_INFO
+#ifdef CUDA_12_4
+CUresult cuFuncLoad(void *function) {
+  if (!depth) return 201;
+  pthread_mutex_lock(&lock);
+  ++loads[(uintptr_t)function - 1].completed;
+  pthread_mutex_unlock(&lock);
+  return answer("cuFuncLoad");
+}
 CUresult cuKernelGetParamInfo(void *kernel, size_t i, size_t *offset, size_t *size) {
   (void)kernel; (void)i;
   if (!depth) return 201; /* as the real driver answers on a thread without a context */

@@ -282,7 +282,7 @@ def test_cuda_contestants_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_calls_on_a_gpu() -> None:
     row = first_call.calls(replace(UNSEEN[1], num_blocks=37), warm_allocator=True)
     assert row["mallocs"] == 0
-    assert row["first_ms"] > 0
+    assert min(row["first_ms"], row["fresh_ms"], row["hundredth_ms"]) > 0
 
 
 @pytest.mark.gpu

@@ -205,10 +205,12 @@ def test_launch_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         "build_layout",
         "autograd forward",
         "autograd forward + backward",
+        "autograd forward + backward of nothing",
     ]
     assert min(times.values()) > 0
     runs, _ = launch.launch_runs("cpu")
-    assert len(runs["autograd forward + backward"]()) == 5  # gradients
+    for name in ("autograd forward + backward", "autograd forward + backward of nothing"):
+        assert len(runs[name]()) == 5  # gradients
     assert "| build_layout |" in capsys.readouterr().out
     assert "| build_layout |" in tables.docs(tmp_path)
     with pytest.raises(UserError, match="expected at least 1"):

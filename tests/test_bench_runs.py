@@ -60,3 +60,11 @@ def test_what_is_no_run_is_one_line(tmp_path):
     early = run_folder(tmp_path / "early", validated=())
     with pytest.raises(UserError, match="has not validated yet"):
         runs.main([str(early)])
+
+
+def test_runs_that_ended_early_are_compared_where_both_were(tmp_path, capsys):
+    folders = [run_folder(tmp_path / name, validated=(2, 3, 4)) for name in "ab"]
+    runs.main([*map(str, folders), "--until", "3"])
+    assert capsys.readouterr().out.count("| – | 3 | 4 | 1.30 |") == 2  # 4.5 s
+    with pytest.raises(UserError, match="has not validated yet"):
+        runs.main([str(folders[0]), "--until", "1"])

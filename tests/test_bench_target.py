@@ -186,7 +186,8 @@ def test_a_gpu_s_row_is_shown_beside_its_goals():
     text = target_table(result)
     assert "| 43.1k | 611 | 0.93 | 1.37 (1.35 → 1.42: floor) | 1.01 | 1.19 (1.30: floor) |" in text
     assert "1.20 (1.35 → 1.42: below floor) | 1.01 | 1.40 (1.30: below floor)" in text
-    assert "| ours | 1050 | 100 (10%) | 900 (86%) | 50 (5%) | 0 (0%) |" in target_details(result)
+    # No column of zeros.
+    assert "| ours | 1050 | 100 (10%) | 900 (86%) | 50 (5%) |\n" in target_details(result)
 
 
 def test_models_are_drawn_in_their_dtype_where_they_stay():

@@ -288,8 +288,22 @@ def test_arguments_are_checked_before_any_driver_is_asked(change: dict, message:
 
 
 def test_parameter_size_mismatch_stops_the_launch(stub: dict[str, Path]) -> None:
-    done = run(stub["with_param_info"], "forward()", STUB_PARAM_BYTES=8)
+    done = run(stub["cuda_12_4"], "forward()", STUB_PARAM_BYTES=8)
     assert "parameter 5 has 8 bytes, the launcher passes 4" in done.stderr.splitlines()[-1]
+
+
+def test_every_image_is_loaded_before_the_first_launch(stub: dict[str, Path]) -> None:
+    """CUDA loads lazily: a kernel's first launch would load it, and wait for an idle device."""
+    script = """
+_C.warmup(0)
+print(json.dumps([stub.stub_load(i).contents.completed for i in range(stub.stub_num_loads())]))
+"""
+    completed = result(run(stub["cuda_12_4"], script))
+    assert len(completed) > 30
+    assert set(completed) == {1}
+    done = run(stub["cuda_12_4"], "_C.warmup(0)", STUB_FAIL="cuFuncLoad")
+    assert "loading" in done.stderr.splitlines()[-1]
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in done.stderr.splitlines()[-1]
 
 
 def test_without_a_driver_import_works_and_launch_says_so() -> None:

@@ -74,7 +74,9 @@ def test_memory_is_flat_over_random_shapes():
     # One or two turns, of up to 8,192 rows.
     code = "from dflash_ext.bench import step; print(step.walk('small', 'cuda', 200, 512, 8192))"
     row = ast.literal_eval(printed_by(code))
-    assert row["reserved_growth"] <= 0.01
+    # Torch takes memory 20 MiB at a time, much of what so small a model needs. A leak of 1 MiB a
+    # step would be 200; `bench step` holds a large one to 1 %.
+    assert row["reserved_growth"] * row["reserved_first_gib"] <= 40 / 1024
 
 
 def test_every_optimizer_s_step_reaches_the_next_forward():

@@ -81,16 +81,17 @@ def line(row: Mapping[str, Any]) -> str:
 
 def kinds_table(rows: Rows, who: str) -> str:
     """Of rows with "kinds": ms and share of each kind. who: key and heading of what was run."""
-    shown: list[Row] = []
+    shown, found = list[Row](), set[str]()
     for row in rows:
         for way, times in row.get("kinds", {}).items():
             ms = {kind: x for kind, x in times.items() if kind != "longest"}
+            found |= {kind for kind, x in ms.items() if x}
             whole = sum(ms.values())
             named = {who: row[who], "case": row["case"], "way": way, "ms": whole}
             shown.append(named | {kind: f"{x:.0f} ({x / whole:.0%})" for kind, x in ms.items()})
     columns = [(who, who, "{}"), ("batch", "case", "{}"), ("what", "way", "{}")]
     columns += [("kernels, ms", "ms", "{:.0f}")]
-    kinds = [kind for kind in (*KINDS, REST) if any(kind in row for row in shown)]
+    kinds = [kind for kind in (*KINDS, REST) if kind in found]
     return markdown([*columns, *((kind, kind, "{}") for kind in kinds)], shown) if shown else ""
 
 

@@ -8,14 +8,16 @@ same call, so its numbers include the (tiny) work.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dflash_ext.bench import tables
 from dflash_ext.bench.command import keep, parsed, parser_of
-from dflash_ext.bench.problem import make_problem
+from dflash_ext.bench.problem import Problem, make_problem
 from dflash_ext.bench.recorder import recorded
 from dflash_ext.bench.shapes import Shape
 from dflash_ext.bench.timing import Run, host_seconds, rounded
@@ -43,10 +45,26 @@ def launch_runs(device: str) -> tuple[dict[str, Run], list[Any]]:
         runs[f"raw call: {name}"] = run
     runs["build_layout"] = problem.build_layout
     runs["autograd forward"] = forward
-    runs["autograd forward + backward"] = lambda: torch.autograd.grad(
-        forward(), problem.leaves, grad
-    )
+    for name, call in (("", forward), (" of nothing", partial(_Nothing.apply, *problem.leaves))):
+        runs[f"autograd forward + backward{name}"] = partial(_there_and_back, call, problem, grad)
     return runs, [problem, built, out]
+
+
+def _there_and_back(call: Callable[[], Tensor], problem: Problem, grad: Tensor) -> object:
+    return torch.autograd.grad(call(), problem.leaves, grad)
+
+
+class _Nothing(torch.autograd.Function):
+    """As many tensors in, out and back as the operator's, and no work: what is autograd's own."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(*leaves)
+        return torch.empty_like(leaves[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(leaf) for leaf in ctx.saved_tensors)
 
 
 def measure(device: str, rounds: int) -> list[dict[str, Any]]:

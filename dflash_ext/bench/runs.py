@@ -69,8 +69,8 @@ def curve(folder: Path) -> list[Row]:
     ]
 
 
-def row_of(folder: Path, first: dict[str, Any]) -> Row:
-    """UserError if the folder is not that of a run that validated."""
+def row_of(folder: Path, first: dict[str, Any], until: int | None = None) -> Row:
+    """UserError if the folder is not that of a run that validated; until: not after this step."""
     try:
         options = json.loads((folder / OPTIONS_FILE).read_text())
         points = curve(folder)
@@ -79,6 +79,7 @@ def row_of(folder: Path, first: dict[str, Any]) -> Row:
             f"{folder} is no run folder: expected {Path(error.filename).name} in it "
             f"({error.strerror})"
         ) from None
+    points = [point for point in points if until is None or point["step"] <= until]
     if not points:
         raise UserError(f"{folder}: the run has not validated yet, or holds nothing out")
     row: Row = {"name": folder.name, "changes": changes(options, first or options)}
@@ -121,6 +122,7 @@ def draw(rows: Rows, path: Path) -> None:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench runs", description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", help="run folders, the reference first")
+    parser.add_argument("--until", type=int, metavar="STEP", help="leave out what comes after it")
     parser.add_argument("--json", type=Path, help="where to keep the numbers")
     parser.add_argument("--png", type=Path, help="draw the curves into this file")
     args = parser.parse_args(argv)
@@ -128,7 +130,7 @@ def main(argv: Sequence[str]) -> None:
         require_matplotlib()
     rows: list[Row] = []
     for folder in args.folders:
-        rows.append(row_of(folder, rows[0]["options"] if rows else {}))
+        rows.append(row_of(folder, rows[0]["options"] if rows else {}, args.until))
     for row in rows[1:]:
         del row["options"]  # what differs is enough
     keep(args.json, {"benchmark": "runs", "rows": rows})
