@@ -385,11 +385,15 @@ def cpu_recipe() -> TrainConfig:
 
 
 def one_gpu_recipe() -> TrainConfig:
-    """Some eight minutes on one large GPU: more data, a deeper drafter, larger batches."""
+    """Some eight minutes on one large GPU: more data, a deeper drafter, larger batches.
+
+    Initialisation and loss are those that were accepted the longest after as many steps, of the
+    ways that runs/ablations.sh tried (docs/benchmarks.md).
+    """
     return TrainConfig(
         data=DataOptions(synthetic_rows=6000, held_out=128, synthesis_batch=2048),
-        drafter=DrafterOptions(num_layers=5, block_size=8),
-        loss=LossOptions(chunk_rows=4096),
+        drafter=DrafterOptions(init="random", num_layers=5, block_size=8),
+        loss=LossOptions(kind="dpace", chunk_rows=4096),
         batch=BatchOptions(
             token_budget=16384, max_documents=64, anchors_per_sequence=64, anchor_budget=2048
         ),
