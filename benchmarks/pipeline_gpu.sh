@@ -1,15 +1,25 @@
 #!/usr/bin/env bash
-# The pipeline on two GPUs, for a machine with torch and no network.
-# Usage: OUT=DIR bash benchmarks/pipeline_gpu.sh [tests] [one_to_one] [five_to_three]
+# The pipeline on two GPUs or more, for a machine with torch and no network.
+# Usage: OUT=DIR bash benchmarks/pipeline_gpu.sh [tests] [one_to_one] [five_to_three] [headline] [sweep]
 #   tests          tests/test_pipeline_gpu.py: NCCL to the bit like one process, more ranks than GPUs
 #   one_to_one     1:1 over NCCL with a Qwen3-8B-shaped target: pace and memory
 #   five_to_three  eight processes over gloo on the GPUs, and on the CPU
+#   headline       the recipe eight_gpu, 5:3 (OPTIONS='--targets 2 --drafters 2': on four GPUs, ...)
+#   sweep          runs/sweep.sh with that recipe: SPLITS (default "5:3 2:6"), two minutes each;
+#                  OPTIONS are then those of dflash_ext.train, INPUTS those of the data's making
+# The headline takes two calls, the second of which keeps what the first one found if that is there:
+#   OPTIONS='--headline-pieces alone pace' OUT=$OUT bash benchmarks/pipeline_gpu.sh headline
+#   cp benchmarks/pipeline_h200x8_headline.json $OUT; LIMIT=510 DFLASH_SKIP_BUILD=1 \
+#     OPTIONS='--headline-pieces kills losses' OUT=$OUT bash benchmarks/pipeline_gpu.sh headline
+# (between them, that file was copied from what the first call left in its $OUT).
 # OPTIONS: of `python -m dflash_ext.bench pipeline`; LIMIT: seconds for each step (default 480), after
 # which it has 80 more to save what it has: one step is one call of a machine that allows ten
 # minutes. Each step writes a file of its own, every line is in $OUT/pipeline.log as it is printed,
 # and a step that fails leaves its metrics there too: it costs the exit code, not what is known.
 # On a CPU: DFLASH_SKIP_BUILD=1 OPTIONS='--shape tiny --device cpu --token-budget 512 --steps 40 \
 #   --alone-batches 10' OUT=/tmp bash benchmarks/pipeline_gpu.sh one_to_one five_to_three
+# and the headline in a minute: OPTIONS='--shape tiny --device cpu --layers 1 --token-budget 192 \
+#   --anchors-per-sequence 4 --anchor-budget 64 --block-size 4 --steps 14'
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks}
@@ -27,7 +37,10 @@ step() { # NAME COMMAND...: run it within the limit, say how long it took, remem
   echo "--- $step: exit code $code, $((SECONDS - begin)) s"
   [ "$code" -eq 0 ] && return
   failed+=("$step")
-  cp "$work/$step/run/metrics.jsonl" "$out/${name}_${step}_metrics.jsonl" 2> /dev/null || true
+  local metrics
+  find "$work/$step" -name metrics.jsonl 2> /dev/null | while read -r metrics; do
+    cp "$metrics" "$out/${name}_$(tr / _ <<< "${metrics#"$work/"}")"
+  done
 }
 
 look() { # what a failure would turn on, before anything is paid for
@@ -60,10 +73,18 @@ main() {
   for part in "$@"; do
     case $part in
       tests) step tests python3 -m pytest -v --durations=0 -m gpu tests/test_pipeline_gpu.py ;;
-      one_to_one | five_to_three)
+      one_to_one | five_to_three | headline)
         # shellcheck disable=SC2086
         step "$part" python3 -m dflash_ext.bench pipeline --parts "$part" \
           --work "$work" --json "$out/${name}_$part.json" ${OPTIONS:-} ;;
+      sweep) # the headline's own target and data, made by no piece of it
+        # shellcheck disable=SC2086
+        step sweep_inputs python3 -m dflash_ext.bench pipeline --parts headline --headline-pieces \
+          --work "$work/sweep" --json "$work/sweep_inputs.json" ${INPUTS:-}
+        # shellcheck disable=SC2086
+        step sweep bash runs/sweep.sh "$work/sweep/runs" 12 "${SPLITS:-5:3 2:6}" eight_gpu \
+          --target.path "$work/sweep/headline/target" --target.random-weights \
+          --target.mask-token-id 151935 --data.train "$work/sweep/headline/store" ${OPTIONS:-} ;;
       *) echo "unknown step $part"; failed+=("$part") ;;
     esac
   done

@@ -64,7 +64,7 @@ from dflash_ext.watch import INTERRUPTED
 from dflash_ext.worker import as_rank
 
 FOREVER = float("inf")
-REHEARSING = "rehearsing the largest batch"
+LOADING, REHEARSING = "loading the target", "rehearsing the largest batch"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _train(
     if config.data.train is not None:
         with ranks.first_goes_first("files", "preparing data"):
             given = prepare_files(config, path, monitor)
-    watch.doing("loading the target", patience=4)
+    watch.doing(LOADING, patience=4)
     needs = needs_of(config, ranks.topology, ranks.rank, feature_dtype(config, ranks.device))
     target = load_target(config, path, target_devices(config, ranks), needs)
     side = None if ranks.drafter is None else build_side(config, ranks, target)

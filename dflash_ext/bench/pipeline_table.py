@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dflash_ext.bench.headline_table import headline_table
 from dflash_ext.bench.markdown import Columns, Row, markdown
 
 PACE: Columns = [
@@ -28,7 +29,7 @@ USES: Columns = [
 
 
 def pipeline_table(result: Row) -> str:
-    """The timed pair of ranks, and what eight ranks used; whichever was run."""
+    """The timed pair of ranks, what eight ranks used, the headline run; whichever was run."""
     parts = []
     if pair := result.get("one_to_one"):
         row = dict(pair)
@@ -48,4 +49,6 @@ def pipeline_table(result: Row) -> str:
             same = "the same" if eight["accounting_equal"] else "NOT the same"
             text += f" Batches, blocks and uses on both devices: {same}."
         parts.append(f"{text}\n\n{markdown(USES, rows)}")
+    if headline := result.get("headline"):
+        parts.append(headline_table(headline))
     return "\n\n".join(parts)

@@ -323,6 +323,7 @@ DOCS: Sections = [
     ),
     ("pipeline_h200x2_one_to_one.json", "Two ranks over NCCL on two H200s", pipeline_table),
     ("pipeline_h200x2_five_to_three.json", "Eight ranks on two H200s, over gloo", pipeline_table),
+    ("pipeline_h200x8_headline.json", "The recipe `eight_gpu` on eight H200s", pipeline_table),
     ("launch_h200.json", "Host time on the H200's machine", lambda r: launch_table(r["rows"])),
     ("launch_cpu.json", "Host time of the CPU operator", lambda r: launch_table(r["rows"])),
     ("versions_cpu.json", "Target and trainer tests, one build of the extension", versions_table),
