@@ -20,13 +20,14 @@ from dflash_ext.data.store_files import cache_key, replace_json
 from dflash_ext.data.synthesis import config_identity, weight_samples
 from dflash_ext.errors import UserError
 from dflash_ext.monitor import Monitor
-from dflash_ext.plan import Schedule
+from dflash_ext.plan import PLANNER, Schedule
 from dflash_ext.ranks import Ranks
 from dflash_ext.samples import Samples, as_begun, schedule_of
 from dflash_ext.target import Target
 
 IDENTITY_FILE = "identity.json"
 TRAINING, HELD_OUT, WEIGHTS = "training data", "held-out data", "target's weights"
+ORDER = "planner of batches in this version of dflash_ext"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Identity:
                 "target's dtype": str(target.model.dtype),
                 TRAINING: train_set.store.identity,
                 HELD_OUT: held_out.store.identity,
+                ORDER: PLANNER,
             },
             weights=weight_identities(target.model),
         )

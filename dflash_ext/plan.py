@@ -19,6 +19,8 @@ _OPEN_BATCHES = 8
 # Batches put in order of their work at a time (`levelled`): with documents of a log-normal length
 # and up to 512 anchors each, three drafters then reach 0.98 of their own pace instead of 0.92.
 _LEVEL = 24
+PLANNER = "first fit into 8, levelled by 24"
+"""To be changed with what `plan_epoch` makes of the same data: a run goes on by its own only."""
 
 
 @dataclass

@@ -180,6 +180,17 @@ def test_other_ranks_do_what_rank_0_says(run):
         run.settle(told=told | {"grown": [[1, "not here"]]})
 
 
+def test_a_version_that_plans_otherwise_goes_on_with_no_run(run):
+    """Its batches would be others: samples used twice, and others not at all."""
+    run.settle()
+    file = run.folder / "identity.json"
+    told = json.loads(file.read_text())
+    told["began"].pop("planner of batches in this version of dflash_ext")
+    file.write_text(json.dumps(told))
+    with pytest.raises(UserError, match="the planner of batches in this version of dflash_ext cha"):
+        run.settle(3)
+
+
 def test_data_of_validation_stay_as_they_were(run, tmp_path):
     run.validation = extend(tmp_path / "other", range(100, 104))
     run.settle()

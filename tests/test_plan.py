@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import resource
 
 import numpy as np
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from dflash_ext.bench.headline import balance
 from dflash_ext.errors import UserError
-from dflash_ext.plan import Schedule, batch_at, levelled, plan_epoch
+from dflash_ext.plan import PLANNER, Schedule, batch_at, levelled, plan_epoch
 from dflash_ext.uses import planned_uses
 
 BUDGETS = {"token_budget": 64, "max_documents": 5, "anchor_budget": 20}
@@ -36,6 +38,16 @@ def test_order_changes_with_epoch_and_seed():
     samples = [(1 + i % 40, i % 10) for i in range(200)]
     plans = [plan(samples, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
     assert len({str(p) for p in plans}) == 4
+
+
+def test_another_plan_has_another_name():
+    """Or a run would go on with other batches than it began with."""
+    draw = np.random.default_rng(0)
+    made = plan(
+        [(int(a), int(b)) for a, b in zip(draw.integers(1, 65, 500), draw.integers(0, 21, 500))]
+    )
+    known = hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
+    assert (PLANNER, known) == ("first fit into 8, levelled by 24", "479181466f430992")
 
 
 def test_batches_are_full():
