@@ -82,7 +82,7 @@ main() {
         step sweep_inputs python3 -m dflash_ext.bench pipeline --parts headline --headline-pieces \
           --work "$work/sweep" --json "$work/sweep_inputs.json" ${INPUTS:-}
         # shellcheck disable=SC2086
-        step sweep bash runs/sweep.sh "$work/sweep/runs" 12 "${SPLITS:-5:3 2:6}" eight_gpu \
+        [ ${#failed[@]} -gt 0 ] || step sweep bash runs/sweep.sh "$work/sweep/runs" 12 "${SPLITS:-5:3 2:6}" eight_gpu \
           --target.path "$work/sweep/headline/target" --target.random-weights \
           --target.mask-token-id 151935 --data.train "$work/sweep/headline/store" ${OPTIONS:-} ;;
       *) echo "unknown step $part"; failed+=("$part") ;;

@@ -389,8 +389,8 @@ def cpu_recipe() -> TrainConfig:
 def one_gpu_recipe() -> TrainConfig:
     """Some eight minutes on one large GPU: more data, a deeper drafter, larger batches.
 
-    Initialisation and loss are those that were accepted the longest after as many steps, of the
-    ways that runs/ablations.sh tried (docs/benchmarks.md).
+    Initialisation and loss are the best of those that runs/ablations.sh tried (docs/benchmarks.md);
+    twice the anchors do as well a step and take longer.
     """
     return TrainConfig(
         data=DataOptions(synthetic_rows=6000, held_out=128, synthesis_batch=2048),

@@ -1,26 +1,27 @@
 #!/usr/bin/env bash
 # Ways to train the quickstart's drafter, each for as many steps, on the same conversations.
 #   JOBS=4 bash runs/ablations.sh FOLDER STEPS "base dpace random_init+dpace ..." [options of train]
-# JOBS at a time, spread over the GPUs (one such run is limited by its host, so several fit one GPU).
-# Ends with one table of held-out accepted lengths, FOLDER/ablations.json and FOLDER/ablations.png;
-# a run that fails costs the exit code, not the others.
+# `base` is the plain way, the target's layers and cross-entropy; each other is on top of it. JOBS at a
+# time, spread over the GPUs (one such run is limited by its host, so several fit one GPU). Ends with
+# one table of held-out accepted lengths, FOLDER/ablations.json and FOLDER/ablations.png; a run that
+# fails costs the exit code, not the others.
 set -euo pipefail
 folder=$1 steps=$2 names=$3
 shift 3
-gpus=$(nvidia-smi -L 2> /dev/null | wc -l || true)
+mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader 2> /dev/null || true)
+[ -z "${CUDA_VISIBLE_DEVICES:-}" ] || IFS=, read -ra gpus <<< "$CUDA_VISIBLE_DEVICES"
 
-options_of() { # WAY[+WAY...]
+options_of() { # WAY[+WAY...]; of an option given twice the last counts
   local part
+  echo --drafter.init target --loss.kind ce
   for part in ${1//+/ }; do
     case $part in
       base) ;;
       random_init) echo --drafter.init random ;;
-      target_init) echo --drafter.init target ;;
       adamw) echo --optim.name adamw ;;
       lr_half) echo --optim.lr 0.01 ;;
       lr_double) echo --optim.lr 0.04 ;;
       no_decay) echo --loss.gamma none ;;
-      ce) echo --loss.kind ce ;;
       dpace) echo --loss.kind dpace ;;
       kl) echo --loss.kind kl ;;
       lk) echo --loss.kind lk ;;
@@ -31,7 +32,7 @@ options_of() { # WAY[+WAY...]
       block_16) echo --drafter.block-size 16 ;;
       fp8_head) echo --loss.fp8-head ;;
       layers_3) echo --drafter.num-layers 3 ;;
-      seed_1) echo --seed 1 ;;
+      seed_1) echo --seed 1 ;; # also other conversations, which it makes itself
       *) echo "unknown way '$part'" >&2; return 1 ;;
     esac
   done
@@ -40,7 +41,7 @@ options_of() { # WAY[+WAY...]
 train() { # NUMBER NAME [options]
   local number=$1 name=$2
   shift 2
-  [ "$gpus" -eq 0 ] || export CUDA_VISIBLE_DEVICES=$((number % gpus))
+  [ ${#gpus[@]} -eq 0 ] || export CUDA_VISIBLE_DEVICES=${gpus[number % ${#gpus[@]}]}
   # shellcheck disable=SC2046
   python3 -m dflash_ext.train one_gpu --run.dir "$folder/$name" --steps "$steps" \
     --eval.prompts-per-set 0 --eval.every "$((steps > 8 ? steps / 8 : 1))" \
@@ -62,7 +63,9 @@ for name in $names; do
 done
 for pid in ${pids[@]+"${pids[@]}"}; do wait "$pid" || failed=1; done
 runs=()
-for name in $names; do [ ! -f "$folder/$name/metrics.jsonl" ] || runs+=("$folder/$name"); done
+for name in $names; do
+  if grep -qs '"kind": "validation"' "$folder/$name/metrics.jsonl"; then runs+=("$folder/$name"); fi
+done
 python3 -m dflash_ext.bench runs "${runs[@]}" --json "$folder/ablations.json" \
   --png "$folder/ablations.png"
 exit "$failed"

@@ -15,13 +15,16 @@ for split in $splits; do
     --run.checkpoint-every 1000000 --run.no-export "$@" > "$run.log" 2>&1 || {
     echo "$split failed:"
     tail -5 "$run.log"
+    rm -rf "$run/checkpoints" "$run/best"
     code=1
     continue
   }
-  python3 - "$split" "$run/metrics.jsonl" << 'PY'
+  python3 - "$split" "$run/metrics.jsonl" << 'PY' || code=1
 import json, statistics, sys
 records = [json.loads(line) for line in open(sys.argv[2])]
 steady = [r for r in records if r["kind"] == "train"][3:]
+if len(steady) < 2:
+    sys.exit(f"{sys.argv[1]}: STEPS are too few, 3 warm up and 2 are timed")
 seconds = steady[-1]["time"] - steady[0]["time"]
 print(sys.argv[1], "targets:drafters", f"{sum(r['ktok_s'] * r['seconds'] for r in steady[1:]) / seconds:.2f} Ktok/s",
       *(f"{name} {statistics.mean(r[name] for r in steady):.2f}"

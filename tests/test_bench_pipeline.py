@@ -38,7 +38,7 @@ def test_both_parts_are_shown():
     pair = {"shape": "tiny", "token_budget": 4096, "exit_code": 0} | pace
     text = pipeline_table({"one_to_one": pair})
     assert "One target, one drafter, tiny, batches of 4,096." in text
-    assert "| 20 | 2.0 | 0.800 | drafter | – |" in text
+    assert "| 20 | 2.0 | 0.800 | 0.800 | drafter | – |" in text
     assert "| 5.00% | – |" in text
     used = {"seconds": 9.0, "steps": 21, "uses_of_each_sample": [2], "exit_code": 0}
     used |= {"first_loss": 6.25, "last_loss": 6.0}

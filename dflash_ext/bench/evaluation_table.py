@@ -21,7 +21,7 @@ def evaluation_table(result: Row) -> str:
         row: Row = {name: one[name]["accept_len"] for name in guided}
         row |= {"name": one["name"], "equal": f"{same}/{prompts}"}
         plain = one["plain"]["tokens_per_second"]
-        speeds = {name: one[name]["tokens_per_second"] / plain for name in guided}
+        speeds = {name: one[name]["tokens_per_second"] / plain for name in result["methods"]}
         fastest = max(speeds, key=lambda name: speeds[name])
         row["fastest"] = f"{fastest}, {speeds[fastest]:.2f}"
         rows.append(row | {"chain's speed": speeds["chain"]})

@@ -61,7 +61,7 @@ SAVE_EVERY = 2
 STALL_SECONDS = 240.0
 """More than anything takes here, saving included; a hang shall not cost the whole call."""
 # What makes two calls parts of one measurement.
-_SAME = ("shape", "targets", "drafters", "token_budget", "anchors_per_sequence", "gpus")
+_SAME = ("shape", "targets", "drafters", "recipe", "gpus")
 
 
 def headline_config(options: Options, work: Path) -> TrainConfig:
@@ -114,10 +114,14 @@ def headline(options: Options, work: Path, before: Row, keep: Callable[[Row], No
         "drafters": options.drafters,
         "token_budget": config.batch.token_budget,
         "anchors_per_sequence": config.batch.anchors_per_sequence,
+        "recipe": {
+            name: dataclasses.asdict(getattr(config, name)) for name in ("drafter", "batch", "loss")
+        },
         "gpus": torch.cuda.device_count(),
         "exit_code": 0,
     }
-    if all(before.get(name) == found[name] for name in _SAME):
+    kept = json.loads(json.dumps(found))  # tuples are lists there
+    if all(before.get(name) == kept[name] for name in _SAME):
         found |= {name: before[name] for name in PIECES if name in before}
     write_shape(work / "target", shape)
     documents_for(work / "store", config, shape, (timed_steps(options) + 1) * options.drafters)

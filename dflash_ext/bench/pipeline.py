@@ -55,6 +55,7 @@ from dflash_ext.rates import product_tflops
 from dflash_ext.record import save
 from dflash_ext.run import resolve_device
 from dflash_ext.startup import release
+from dflash_ext.torch_api import share_device_memory
 from dflash_ext.watch import INTERRUPTED
 
 WARMUP_STEPS, STEPS, ALONE_BATCHES = 20, 320, 40
@@ -163,6 +164,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m dflash_ext.bench pipeline",
     )
     before = earlier(options)
+    share_device_memory()  # for what runs in this process; ranks do so themselves
     shutil.rmtree(options.work, ignore_errors=True)
     result: dict[str, Any] = {"benchmark": "pipeline", "gpus": torch.cuda.device_count()}
 

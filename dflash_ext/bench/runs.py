@@ -70,7 +70,10 @@ def curve(folder: Path) -> list[Row]:
 
 
 def row_of(folder: Path, first: dict[str, Any], until: int | None = None) -> Row:
-    """UserError if the folder is not that of a run that validated; until: not after this step."""
+    """UserError if the folder is not that of a run that validated.
+
+    until: the row's numbers are of the last validation not after this step, of a whole curve.
+    """
     try:
         options = json.loads((folder / OPTIONS_FILE).read_text())
         points = curve(folder)
@@ -79,11 +82,11 @@ def row_of(folder: Path, first: dict[str, Any], until: int | None = None) -> Row
             f"{folder} is no run folder: expected {Path(error.filename).name} in it "
             f"({error.strerror})"
         ) from None
-    points = [point for point in points if until is None or point["step"] <= until]
-    if not points:
+    shown = [point for point in points if until is None or point["step"] <= until]
+    if not shown:
         raise UserError(f"{folder}: the run has not validated yet, or holds nothing out")
     row: Row = {"name": folder.name, "changes": changes(options, first or options)}
-    return row | {"options": options, "curve": points} | points[-1] | {"steps": points[-1]["step"]}
+    return row | {"options": options, "curve": points} | shown[-1] | {"steps": shown[-1]["step"]}
 
 
 def runs_table(result: Row) -> str:
@@ -122,7 +125,7 @@ def draw(rows: Rows, path: Path) -> None:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench runs", description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", help="run folders, the reference first")
-    parser.add_argument("--until", type=int, metavar="STEP", help="leave out what comes after it")
+    parser.add_argument("--until", type=int, metavar="STEP", help="compare runs at this step")
     parser.add_argument("--json", type=Path, help="where to keep the numbers")
     parser.add_argument("--png", type=Path, help="draw the curves into this file")
     args = parser.parse_args(argv)

@@ -214,6 +214,8 @@ def step_table(result: Row) -> str:
     text = markdown(STEP, rows)
     for walk in result["walks"]:
         text += f"\n\n{walk['steps']} steps of random lengths and anchor counts"
+        if "environment" in walk:  # measured by itself
+            text += f" (commit `{walk['environment']['commit']}`)"
         if "reserved_growth" in walk:
             text += f": reserved memory grows by {walk['reserved_growth']:.1%}"
         if "first_over_seen" in walk:
@@ -295,7 +297,8 @@ README: Sections = [
     ),
     (
         "evaluation_h200.json",
-        "A drafter of SmolLM2-135M trained on one H200: accepted length",
+        "A drafter of SmolLM2-135M trained on one H200 (`--drafter.init target --loss.kind ce`): "
+        "accepted length",
         evaluation_table,
     ),
     ("step_h200.json", "Drafter step on the H200", step_table),
@@ -321,6 +324,7 @@ DOCS: Sections = [
         "Ways together, on 8,000 conversations, after 310 of 500 steps (the lease ended)",
         runs_table,
     ),
+    ("ablations_cpu.json", "Ways to train the CPU's drafter", runs_table),
     ("pipeline_h200x2_one_to_one.json", "Two ranks over NCCL on two H200s", pipeline_table),
     ("pipeline_h200x2_five_to_three.json", "Eight ranks on two H200s, over gloo", pipeline_table),
     ("pipeline_h200x8_headline.json", "The recipe `eight_gpu` on eight H200s", pipeline_table),
