@@ -19,7 +19,7 @@ _OPEN_BATCHES = 8
 # `levelled`: batches sorted at a time, and those of a group, which are alike; 2, 3, 4, 6 and 12
 # drafters share groups without a rest. With documents of a log-normal length and up to 512 anchors
 # each, three drafters then reach 0.99 of their own pace instead of 0.92.
-_LEVEL, _ALIKE = 96, 12
+_LEVEL, _ALIKE = 192, 12
 PLANNER = f"first fit into {_OPEN_BATCHES}, levelled {_LEVEL}/{_ALIKE}"
 """To be changed with what `plan_epoch` makes of the same data: a run goes on by its own only."""
 
@@ -88,8 +88,8 @@ def levelled(
     """The batches such that neighbours are of about the same work.
 
     Drafters take neighbours in one step and wait for the largest. Each _LEVEL batches are sorted by
-    their work and cut into groups of _ALIKE, whose order is shuffled (what is no full group stays
-    last); no batch moves by _LEVEL places. Steps of several drafters then differ in their anchors
+    their work and cut into groups of _ALIKE; the groups are shuffled, and each within itself. No
+    batch moves by _LEVEL places. Steps of several drafters then differ in their anchors
     as those of one drafter do, instead of averaging over batches: a document's weight in its step's
     mean varies with them as much.
     """
@@ -99,9 +99,8 @@ def levelled(
         part = range(begin, min(begin + _LEVEL, len(batches)))
         order = sorted(part, key=lambda i: work[i])
         groups = [order[i : i + _ALIKE] for i in range(0, len(order), _ALIKE)]
-        whole = len(order) // _ALIKE
-        for group in [*generator.permutation(whole).tolist(), *range(whole, len(groups))]:
-            found += [batches[i] for i in groups[group]]
+        for group in generator.permutation(len(groups)):
+            found += [batches[i] for i in generator.permutation(groups[group])]
     return found
 
 

