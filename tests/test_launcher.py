@@ -301,9 +301,7 @@ print(json.dumps([stub.stub_load(i).contents.completed for i in range(stub.stub_
     completed = result(run(stub["cuda_12_4"], script))
     assert len(completed) > 30
     assert set(completed) == {1}
-    done = run(stub["cuda_12_4"], "_C.warmup(0)", STUB_FAIL="cuFuncLoad")
-    assert "loading" in done.stderr.splitlines()[-1]
-    assert "CUDA_ERROR_OUT_OF_MEMORY" in done.stderr.splitlines()[-1]
+    assert run(stub["cuda_12_4"], "_C.warmup(0)", STUB_FAIL="cuFuncLoad").returncode == 0
 
 
 def test_without_a_driver_import_works_and_launch_says_so() -> None:
