@@ -25,16 +25,21 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run folder's metrics.jsonl; of a line cut off by a kill nothing.
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The records of a file with one a line; of a line cut off by a kill nothing.
 
     FileNotFoundError, NotADirectoryError without one.
     """
     records = []
-    for line in (folder / METRICS_FILE).read_text().splitlines():
+    for line in file.read_text().splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             records.append(json.loads(line))
     return records
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """`read_records` of a run folder's metrics.jsonl."""
+    return read_records(folder / METRICS_FILE)
 
 
 class Stage:

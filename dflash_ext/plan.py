@@ -58,7 +58,7 @@ def plan_epoch(
     """
     _check(lengths, anchors, token_budget, max_documents, anchor_budget)
     tokens_of, anchors_of = lengths.tolist(), anchors.tolist()
-    closed: list[list[int]] = []
+    closed: list[_Open] = []
     open_batches: list[_Open] = []
     for sample in epoch_order(len(tokens_of), seed=seed, epoch=epoch).tolist():
         for batch in open_batches:
@@ -71,15 +71,15 @@ def plan_epoch(
         else:
             if len(open_batches) == _OPEN_BATCHES:
                 # The oldest one has been offered the most samples: little more will fit.
-                closed.append(open_batches.pop(0).samples)
+                closed.append(open_batches.pop(0))
             batch = _Open()
             open_batches.append(batch)
         batch.tokens += tokens_of[sample]
         batch.anchors += anchors_of[sample]
         batch.samples.append(sample)
-    batches = closed + [batch.samples for batch in open_batches]
-    work = [sum(anchors_of[i] for i in batch) for batch in batches]
-    return levelled(batches, work, seed=seed, epoch=epoch)
+    batches = closed + open_batches
+    work = [batch.anchors for batch in batches]
+    return levelled([batch.samples for batch in batches], work, seed=seed, epoch=epoch)
 
 
 def levelled(

@@ -7,19 +7,8 @@ set -euo pipefail
 code=0
 folder=$1 steps=$2 splits=$3 recipe=$4
 shift 4
-mkdir -p "$folder"
-for split in $splits; do
-  run=$folder/${split/:/-to-}
-  python3 -m dflash_ext.train "$recipe" --targets "${split%:*}" --drafters "${split#*:}" \
-    --run.dir "$run" --steps "$steps" --epochs None --eval.prompts-per-set 0 --eval.every 0 \
-    --run.checkpoint-every 1000000 --run.no-export "$@" > "$run.log" 2>&1 || {
-    echo "$split failed:"
-    tail -5 "$run.log"
-    rm -rf "$run/checkpoints" "$run/best"
-    code=1
-    continue
-  }
-  python3 - "$split" "$run/metrics.jsonl" << 'PY' || code=1
+paces() { # SPLIT METRICS: its line
+  python3 - "$@" << 'PY'
 import json, statistics, sys
 records = [json.loads(line) for line in open(sys.argv[2])]
 steady = [r for r in records if r["kind"] == "train"][3:]
@@ -31,6 +20,20 @@ print(sys.argv[1], "targets:drafters", f"{sum(r['ktok_s'] * r['seconds'] for r i
         for name in ("wait_target", "wait_drafter", "wait_transfer", "mfu_target", "mfu_drafter") if name in steady[0]),
       "limit:", statistics.mode(r["limit"] for r in steady))
 PY
+}
+
+mkdir -p "$folder"
+for split in $splits; do
+  run=$folder/${split/:/-to-}
+  if python3 -m dflash_ext.train "$recipe" --targets "${split%:*}" --drafters "${split#*:}" \
+    --run.dir "$run" --steps "$steps" --epochs None --eval.prompts-per-set 0 --eval.every 0 \
+    --run.checkpoint-every 1000000 --run.no-export "$@" > "$run.log" 2>&1; then
+    paces "$split" "$run/metrics.jsonl" || code=1
+  else
+    echo "$split failed:"
+    tail -5 "$run.log"
+    code=1
+  fi
   rm -rf "$run/checkpoints" "$run/best"
 done
 exit $code

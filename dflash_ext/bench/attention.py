@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dflash_ext.bench import anchors, command, plot, tables
 from dflash_ext.bench.command import parsed, parser_of
 from dflash_ext.bench.first_call import first_calls
+from dflash_ext.bench.markdown import Row
 from dflash_ext.bench.problem import (
     BACKWARD_FLOPS,
     FORWARD_FLOPS,
@@ -37,7 +37,6 @@ from dflash_ext.record import environment
 
 BURST = 0.06  # seconds at a stretch: long enough to be at the power limit, as training is
 PASSES = {"fwd": FORWARD_FLOPS, "bwd": BACKWARD_FLOPS}
-Row = dict[str, Any]
 
 
 def cuda_numbers(work: int, seconds: Mapping[str, float]) -> Row:

@@ -38,6 +38,7 @@ from dflash_ext.bench.pipeline_problem import (
     pace_of,
     random_run,
     records,
+    used,
     write_shape,
 )
 from dflash_ext.bench.witness import Blow, launch, memory_of, start_of
@@ -336,21 +337,18 @@ def account(saved: Path, schedule: Schedule, drafters: int, steps: Sequence[int]
 
     steps: of the records, those done again after a kill twice.
     """
-    last, batches = checkpoints(saved)[-1], schedule.batches_of(1)
-    state = torch.load(last / "optimizer.pt", weights_only=True, mmap=True)
-    uses, position = state["uses"].numpy(), read_progress(last).position
-    planned = planned_uses(schedule, batches)
+    batches = schedule.batches_of(1)
+    position, uses = used(checkpoints(saved)[-1])
+    planned = planned_uses(schedule, batches).tolist()
     # Without a break; the last step may be of fewer batches.
     wanted = list(range(1, -(-batches // drafters) + 1))
     return {
         "steps": position,
         "planned_steps": wanted[-1],
         "steps_done_again": len(steps) - len(set(steps)),
-        "uses_of_each_sample": sorted(set(uses.tolist())),
+        "uses_of_each_sample": sorted(set(uses)),
         "as_planned": bool(
-            np.array_equal(uses, planned)
-            and position == wanted[-1]
-            and sorted(set(steps)) == wanted
+            uses == planned and position == wanted[-1] and sorted(set(steps)) == wanted
         ),
     }
 

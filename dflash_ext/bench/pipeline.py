@@ -35,10 +35,11 @@ from dflash_ext.bench.pipeline_problem import (
     pace_of,
     random_run,
     records,
+    used,
     write_documents,
     write_shape,
 )
-from dflash_ext.checkpoint import checkpoints, read_progress
+from dflash_ext.checkpoint import checkpoints
 from dflash_ext.config import (
     BatchOptions,
     DataOptions,
@@ -142,9 +143,9 @@ def five_to_three(options: Options, work: Path) -> dict[str, Any]:
         found[name] = {"seconds": time.time() - began, "exit_code": code, "steps": len(steps)}
         if code or not saved:
             continue
-        uses = torch.load(saved[-1] / "optimizer.pt", weights_only=True)["uses"].tolist()
+        position, uses = used(saved[-1])
         blocks = [r["blocks"] for r in steps]
-        accounts.append((read_progress(saved[-1]).position, uses, blocks))
+        accounts.append((position, uses, blocks))
         found[name] |= {
             "uses_of_each_sample": sorted(set(uses)),
             "blocks_of_each_step": blocks,

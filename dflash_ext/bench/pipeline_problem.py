@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from dflash_ext.bench.markdown import Row
+from dflash_ext.bench.timing import synchronise
 from dflash_ext.blocks import draw_anchors
+from dflash_ext.checkpoint import read_progress
 from dflash_ext.config import RunOptions, TrainConfig
 from dflash_ext.data.store import StoreWriter, TokenStore
 from dflash_ext.monitor import METRICS_FILE, read_metrics
@@ -165,11 +167,6 @@ def random_run(
     )
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def alone(
     config: TrainConfig, first: int, count: int, ranks: int = 2
 ) -> tuple[dict[str, float], list[float]]:
@@ -226,6 +223,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
     """Of the steps that a run logged, also if it failed."""
     found = read_metrics(folder) if (folder / METRICS_FILE).exists() else []
     return [record for record in found if record["kind"] == "train"]
+
+
+def used(checkpoint: Path) -> tuple[int, list[int]]:
+    """(steps behind it, uses of each sample) of a run's checkpoint."""
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True, mmap=True)
+    return read_progress(checkpoint).position, state["uses"].tolist()
 
 
 def flatness(values: Sequence[float]) -> Row:

@@ -20,6 +20,7 @@ from dflash_ext.bench.command import keep, parsed, parser_of
 from dflash_ext.bench.composition import Composition, mixes, numerator, slot_embeddings
 from dflash_ext.bench.footprint import gib, peak_of
 from dflash_ext.bench.kernel_kinds import kinds_of, line
+from dflash_ext.bench.markdown import Row
 from dflash_ext.bench.step_problem import (
     DRAFTERS,
     Case,
@@ -41,7 +42,6 @@ from dflash_ext.torch_api import share_device_memory
 from dflash_ext.trainer import Inputs, Trainer
 
 LARGEST_DIFFERENCE = 0.02  # of the loss: bf16 against bf16 in another order
-Row = dict[str, Any]
 
 
 class TimedTrainer:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from dflash_ext.bench import anchors
 from dflash_ext.bench.command import keep, parsed, parser_of
 from dflash_ext.bench.footprint import gib, peak_of
 from dflash_ext.bench.kernel_kinds import kinds_of, line
+from dflash_ext.bench.markdown import Row
 from dflash_ext.bench.target_fp8 import measure_fp8
 from dflash_ext.bench.target_problem import (
     CPU_SHAPES,
@@ -40,7 +40,6 @@ from dflash_ext.target_loading import decoder_layers
 
 OURS, OWN_LAYERS, PLAIN = "ours", "own_layers", "plain"
 WAYS = (OURS, OWN_LAYERS, PLAIN)
-Row = dict[str, Any]
 
 
 class NotAccelerated(RuntimeError):

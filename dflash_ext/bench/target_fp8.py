@@ -6,13 +6,12 @@ beside them, transformers' own in fp32, the truth for both.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dflash_ext.batch import PackedBatch
 from dflash_ext.bench import anchors
+from dflash_ext.bench.markdown import Row
 from dflash_ext.bench.target_problem import SHAPES, Case, Shape, random_target
 from dflash_ext.bench.timing import medians, tidy, timer
 from dflash_ext.target import Target
@@ -20,7 +19,6 @@ from dflash_ext.target import Target
 FITS_IN_FP32 = {"tiny-qwen3", "qwen3-8b"}
 """Of the shapes on a GPU: beside their two other copies, in the 139 GiB of an H200."""
 DRIFT_LENGTHS = (1024, 512, 300, 150, 60)
-Row = dict[str, Any]
 
 
 def copy_of(target: Target, shape: Shape, dtype: torch.dtype, *, accelerated: bool) -> Target:

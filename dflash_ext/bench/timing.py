@@ -93,9 +93,9 @@ def medians(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str,
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def synchronise(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def synchronise(device: str | torch.device) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Clock:

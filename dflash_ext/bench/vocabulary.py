@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dflash_ext.bench.anchors import WrongResult
 from dflash_ext.bench.command import keep, parsed, parser_of
 from dflash_ext.bench.footprint import peak_of
+from dflash_ext.bench.markdown import Row
 from dflash_ext.bench.timing import Run, interleaved, tidy
 from dflash_ext.loss import LOSSES, LossKind, Teacher, needs_teacher, vocabulary_loss
 from dflash_ext.ops.soft_labels import Chunk, kl_divergence_, negative_log_acceptance_
@@ -32,7 +33,6 @@ from dflash_ext.ops.vocabulary import (
 
 BURST = 0.06
 LARGEST_DIFFERENCE = 0.02  # of loss and gradient: bf16 against bf16 in another order
-Row = dict[str, Any]
 
 
 class Size(NamedTuple):

@@ -26,6 +26,7 @@ from dflash_ext.bench.pipeline_problem import flatness
 from dflash_ext.checkpoint import checkpoints, read_progress
 from dflash_ext.config import TrainConfig
 from dflash_ext.launch import run_rank, start_local, world_size
+from dflash_ext.monitor import read_records
 from dflash_ext.train import LOADING, REHEARSING
 from dflash_ext.watch import Watch, read_beat
 
@@ -138,14 +139,12 @@ def launch(config: TrainConfig, folder: Path, blow: Blow | None = None) -> Launc
         began=began,
         ended=ended,
         struck=float(struck.read_text()) if struck.exists() else None,
-        notes={rank: _read(_file(folder, rank)) for rank in range(size)},
+        notes={rank: _notes(_file(folder, rank)) for rank in range(size)},
     )
 
 
-def _read(file: Path) -> list[Row]:
-    """Whole lines only: one may have been cut off by a kill."""
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
+def _notes(file: Path) -> list[Row]:
+    return read_records(file) if file.exists() else []
 
 
 def span(notes: Sequence[Row], activity: str) -> tuple[float, float] | None:
