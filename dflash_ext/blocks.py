@@ -108,6 +108,11 @@ def _turns(starts: list[int], size: int) -> Iterator[tuple[int, int]]:
         first = end
 
 
+def visible_rows(ctx_start: Tensor, ctx_end: Tensor) -> int:
+    """The sum of ctx_end - ctx_start, of tensors on the CPU."""
+    return int((ctx_end.long() - ctx_start.long()).sum())
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The N blocks of one packed batch: the drafter's inputs, labels and weights."""
@@ -130,6 +135,8 @@ class Blocks:
     """int64 [R]: flat indices into N*B of the supervised slots, rising."""
     rows_per_block: tuple[int, ...]
     """N counts that sum to R: supervised slots of each block, on the host."""
+    visible_rows: int
+    """At least the sum of ctx_end - ctx_start over the blocks, on the host."""
     block_size: int
 
     @property
@@ -182,6 +189,7 @@ class Blocks:
                 weights=self.weights[blocks],
                 rows=self.rows[bounds[first] : bounds[end]] - first * B,
                 rows_per_block=self.rows_per_block[blocks],
+                visible_rows=visible_rows(self.ctx_start[blocks], self.ctx_end[blocks]),
                 block_size=B,
             )
 
@@ -263,5 +271,6 @@ def build_blocks(
         weights=torch.where(supervised, weight_B, 0.0),
         rows=supervised.flatten().nonzero().flatten(),
         rows_per_block=tuple(supervised.sum(1).tolist()),
+        visible_rows=visible_rows(start, anchors),
         block_size=B,
     )

@@ -64,8 +64,7 @@ def drafter_operations(config: DrafterConfig, blocks: Blocks, products: int = 2)
     context = T * (4 * config.feature_width * H + 6 * L * 2 * H * kv)
     inputs = 6 * (N + 1 + (L - 1) * N * B) * H * (q + 2 * kv)
     outputs = 6 * (R + (L - 1) * N * B) * H * (q + 3 * config.intermediate_size)
-    visible = float((blocks.ctx_end - blocks.ctx_start).double().sum()) + N * B
-    attention = 3.5 * 4 * q * B * visible * L
+    attention = 3.5 * 4 * q * B * (blocks.visible_rows + N * B) * L
     head = R * 2 * products * config.vocab_size * H
     return float(context + inputs + outputs + attention + head)
 

@@ -71,7 +71,9 @@ class DrafterForward(nn.Module):
             self.drafter.encode_context(features),
             blocks.positions,
             positions,
-            self.drafter.layouts(blocks.ctx_start, blocks.ctx_end, features.shape[0]),
+            self.drafter.layouts(
+                blocks.ctx_start, blocks.ctx_end, features.shape[0], blocks.visible_rows
+            ),
             rows,
         )
 

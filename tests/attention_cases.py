@@ -66,6 +66,7 @@ def case_layout(case: Case, device: str = "cpu") -> AttentionLayout:
         block_size=case.B,
         window=case.window,
         causal=case.causal,
+        visible=int((anchors - starts[doc]).sum()),
     )
 
 

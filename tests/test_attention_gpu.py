@@ -16,6 +16,7 @@ import torch
 from attention_cases import CASES, Case, case_layout, make_inputs, reference_gradients
 
 from dflash_ext import _C
+from dflash_ext.ops import attention as operator
 from dflash_ext.ops.attention import (
     Tensors,
     attention_path,
@@ -31,14 +32,18 @@ NAMES = ("out", "dq", "dk_ctx", "dv_ctx", "dk_blk", "dv_blk")
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(params=["chosen", "triton"])
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both what the operator chooses on this device and plain Triton, which serves everything."""
-    if request.param == "chosen":
-        yield "chosen"
+@pytest.fixture(params=["chosen", "chosen again", "triton", "triton again"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both what the operator chooses on this device and plain Triton, which serves everything;
+    each with dS kept for dQ, and ("again") with dS computed again."""
+    name, _, again = request.param.partition(" ")
+    if again:
+        monkeypatch.setattr(operator, "KEPT_SHARE", 0)
+    if name == "chosen":
+        yield name
     else:
         with forced_path("triton"):
-            yield "triton"
+            yield name
 
 
 def ours(t: tuple[torch.Tensor, ...], layout: AttentionLayout, dout: torch.Tensor) -> list:
@@ -232,6 +237,7 @@ def test_raw_launch_from_a_thread_without_a_context() -> None:
         ctx_start_ptr=layout.ctx_start.data_ptr(),
         ctx_end_ptr=layout.ctx_end.data_ptr(),
         ranges_ptr=made.data_ptr(),
+        seen_ptr=torch.empty_like(layout.schedule.seen).data_ptr(),
         doc_first_ptr=first.data_ptr(),
         doc_last_ptr=last.data_ptr(),
         num_blocks=layout.num_blocks,

@@ -20,10 +20,19 @@ triton = pytest.importorskip("triton", reason="pip install -e '.[kernels]' bring
 if triton.__version__ != "3.6.0":
     pytest.skip("these are sources for Triton 3.6.0", allow_module_level=True)
 
-from dflash_kernels import attention_backward, attention_forward  # noqa: E402
+from dflash_kernels import (  # noqa: E402
+    attention_backward,
+    attention_forward,
+    attention_kept,
+)
 from dflash_kernels import layout as layout_kernels  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from dflash_ext.ops.attention import (  # noqa: E402
+    dflash_attention_reference,
+    kept_images,
+    visible_pairs,
+)
 from dflash_ext.ops.layout import AttentionLayout, Schedule, schedule_reference  # noqa: E402
 
 KEY_TILE = 16  # small tiles: full, partial and empty tiles all occur in small problems
@@ -57,10 +66,11 @@ def nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full(shape, math.nan, dtype=dtype)
 
 
-def run_schedule(layout: AttentionLayout) -> Schedule:
-    tiles = -(-layout.num_ctx // KEY_TILE)
+def run_schedule(layout: AttentionLayout, key_tile: int = KEY_TILE) -> Schedule:
+    tiles = -(-layout.num_ctx // key_tile)
     made = Schedule(
         torch.full((tiles, 4), -1, dtype=torch.int32),
+        torch.full((tiles,), -1, dtype=torch.int32),
         torch.full((layout.num_blocks,), -1, dtype=torch.int32),
         torch.full((layout.num_blocks,), -1, dtype=torch.int32),
     )
@@ -72,7 +82,7 @@ def run_schedule(layout: AttentionLayout) -> Schedule:
         layout.num_ctx,
         layout.block_size,
         layout.window_or_none,
-        BN=KEY_TILE,
+        BN=key_tile,
         GROUP=4,
         CHUNK=8,
     )
@@ -121,10 +131,10 @@ def run_attention(
         if keys == 0:
             continue
         attention_backward.attention_bwd_dkv_kernel[(-(-keys // tiles.keys) * Hkv,)](
-            *t, *row_maps, dout, pairs, dk, dv, dk_blk, dv_blk, *interval, schedule.ranges,
-            *strides, layout.num_blocks, T, Hkv, B, G, heads, *options, log2, scale,
+            *t, *row_maps, dout, pairs, dk, dv, dk_blk, dv_blk, 0, *interval, schedule.ranges, 0,
+            *strides, layout.num_blocks, T, Hkv, 0, 0, B, G, heads, *options, log2, scale,
             D=D, BN=tiles.keys, M=M, EDGE=16, KEY_TILE=KEY_TILE, STAGES=1, EDGE_STAGES=1,
-            TMA=maps, OWN=own,
+            TMA=maps, OWN=own, KEEP=0,
         )  # fmt: skip
     return [out, dq, dk, dv, dk_blk, dv_blk]
 
@@ -145,6 +155,97 @@ def test_kernels_match_reference(case: Case, tiles: Tiles, dtype: torch.dtype) -
         assert x.isfinite().all(), f"{name} has elements that were not written or are not finite"
         error = (x.double() - y).norm() / y.norm().clamp(min=1e-6)
         assert error < bound, f"{name}: relative error {error:.2e}"
+
+
+KEPT_KEYS = 64  # keys and rows of an image
+
+
+def dq_of_images(
+    images: torch.Tensor, layout: AttentionLayout, schedule: Schedule, t: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """dS K, unscaled, from images as hopper_kept.py describes them, one image at a time."""
+    q, k_ctx, _, k_blk, _ = t
+    (rows, Hq, D), Hkv, T = q.shape, k_blk.shape[1], layout.num_ctx
+    G = Hq // Hkv
+    heads = G & -G
+    tokens = 64 // heads
+    block_rows = layout.block_size * heads
+    _, head_images, ctx_images = kept_images(layout, Hkv, G)
+    dq = torch.zeros(rows, Hq, D, dtype=torch.float64)
+
+    def add(image: int, group: int, k: torch.Tensor, first: int, head: int) -> None:
+        x = images[image].double().view(4, 4, 8, 4, 2, 2, 2)  # w, v, l, m, j, i, bit
+        ds = x.permute(1, 4, 3, 6, 0, 5, 2).reshape(64, 64)  # rows 16v+8j+2m+bit, keys 16w+8i+l
+        keys = min(64, k.shape[0] - first)
+        product = ds[:, :keys] @ k[first : first + keys].double()
+        for r in range(64):
+            token = group * tokens + r // heads
+            if token < rows:
+                dq[token, head + r % heads] += product[r]
+
+    for h in range(Hq // heads):
+        kv_head = h * heads // G
+        for n in range(-(-T // 64)):
+            see_lo, _, _, see_hi = schedule.ranges[n].tolist()
+            lo, hi = see_lo * block_rows // 64, -(-see_hi * block_rows // 64)
+            first = int(schedule.seen[n]) * block_rows // 64 + 2 * n - lo
+            for group in range(lo, hi):
+                at = h * head_images + first + group
+                assert first + group < ctx_images
+                add(at, group, k_ctx[:, kv_head], n * 64, h * heads)
+        for group in range(-(-rows * heads // 64)):
+            own = group * tokens // 64 * 64
+            add(h * head_images + ctx_images + group, group, k_blk[:, kv_head], own, h * heads)
+    return dq
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if sum(c.documents) and c.G < 16], ids=str)
+def test_kept_scores_give_dq(case: Case) -> None:
+    """dK/dV with dS kept: the same gradients, and images whose product with K is dQ."""
+    t, layout, dout = make_inputs(case)
+    q, k_ctx, _, k_blk, _ = t
+    (rows, Hq, D), Hkv, T = q.shape, k_blk.shape[1], layout.num_ctx
+    B, G = layout.block_size, Hq // Hkv
+    schedule = run_schedule(layout, KEPT_KEYS)
+    count, head_images, ctx_images = kept_images(layout, Hkv, G)
+    images = nan(count, 64 * 64)
+    leaves = [x.clone().requires_grad_() for x in t]
+    out = dflash_attention_reference(*leaves, layout)
+    truth = torch.autograd.grad(out, leaves, dout)
+    score = torch.einsum(
+        "qhd,khd->hqk", q, torch.cat([k_ctx, k_blk]).repeat_interleave(G, dim=1)
+    ).masked_fill(~visible_pairs(layout), -torch.inf)
+    lse = (score * D**-0.5).logsumexp(-1) * math.log2(math.e)  # [Hq, rows]
+    lse = torch.where(lse.isinf(), math.inf, lse).view(Hkv, G, rows).transpose(1, 2).contiguous()
+    pairs = nan(Hkv, rows, G, 2)
+    delta_grid = (-(-rows * Hq // 16),)
+    attention_kept.attention_bwd_delta_kernel[delta_grid](
+        out.detach().contiguous(), dout, lse, pairs, schedule.ranges, schedule.seen,
+        rows * Hq, T, Hkv, G, ((B * (G & -G)).bit_length() - 1), ctx_images,
+        D=D, M=16, KEY_TILE=KEPT_KEYS, PAIRS=1,
+    )  # fmt: skip
+    dk, dv = nan(*k_ctx.shape), nan(*k_ctx.shape)
+    dk_blk, dv_blk = nan(*k_blk.shape), nan(*k_blk.shape)
+    heads = G & -G
+    maps = [descriptor(x, 64 // heads, heads) for x in (q, dout)]
+    scale = D**-0.5
+    for own, keys in ((0, T), (1, rows)):
+        attention_backward.attention_bwd_dkv_kernel[(-(-keys // 64) * Hkv,)](
+            *t, *maps, dout, pairs, dk, dv, dk_blk, dv_blk, images,
+            layout.ctx_start, layout.ctx_end, schedule.ranges, schedule.seen,
+            *(s for x in t for s in x.stride()[:2]), layout.num_blocks, T, Hkv,
+            head_images, ctx_images, B, G, heads, layout.window_or_none, int(layout.causal),
+            scale * math.log2(math.e), scale,
+            D=D, BN=64, M=64, EDGE=32, KEY_TILE=KEPT_KEYS, STAGES=1, EDGE_STAGES=1, TMA=1, OWN=own,
+            KEEP=1,
+        )  # fmt: skip
+    dq = dq_of_images(images, layout, schedule, t) * scale
+    for name, x, y in zip(
+        ("dq", "dk", "dv", "dk_blk", "dv_blk"), (dq, dk, dv, dk_blk, dv_blk), truth, strict=True
+    ):
+        assert x.isfinite().all(), name
+        error = (x.double() - y.double()).norm() / y.double().norm().clamp(min=1e-6)
+        assert error < 3e-6, f"{name}: relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

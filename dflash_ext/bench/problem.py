@@ -15,6 +15,7 @@ from torch import Tensor
 from dflash_ext.bench.recorder import recorded
 from dflash_ext.bench.shapes import Shape
 from dflash_ext.bench.timing import Run
+from dflash_ext.blocks import visible_rows
 from dflash_ext.ops import attention as operator
 from dflash_ext.ops.attention import Tensors, dflash_attention
 from dflash_ext.ops.layout import AttentionLayout, build_layout
@@ -29,6 +30,7 @@ class Problem:
     leaves: Tensors
     ctx_start: Tensor
     ctx_end: Tensor
+    visible: int
 
     def build_layout(self) -> AttentionLayout:
         return build_layout(
@@ -38,6 +40,7 @@ class Problem:
             block_size=self.shape.B,
             window=self.shape.window,
             causal=self.shape.causal,
+            visible=self.visible,
         )
 
 
@@ -63,7 +66,8 @@ def random_leaves(shape: Shape, device: str, dtype: torch.dtype) -> Tensors:
 
 def make_problem(shape: Shape, device: str, dtype: torch.dtype) -> Problem:
     start, end = intervals(shape)
-    return Problem(shape, random_leaves(shape, device, dtype), start.to(device), end.to(device))
+    leaves = random_leaves(shape, device, dtype)
+    return Problem(shape, leaves, start.to(device), end.to(device), visible_rows(start, end))
 
 
 def useful_pairs(layout: AttentionLayout) -> int:

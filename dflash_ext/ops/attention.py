@@ -34,6 +34,9 @@ HOPPER_ARCHITECTURE = 90
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_TILE = 128
 HOPPER_OWN_TILES = (16, 32, 64)
+# dS of a backward may take this share of the device's memory between two kernels.
+KEPT_SHARE = 1 / 16
+IMAGE_ROWS = 64  # rows and keys of one image of dS, see python/dflash_kernels/hopper_kept.py
 TENSOR_NAMES = ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
 
 
@@ -307,25 +310,43 @@ def _backward_cpu(
     return grads
 
 
-def _cuda_arguments(t: Tensors, layout: AttentionLayout, scale: float) -> dict[str, Any]:
-    """The launch arguments all three kernels share (names as in python/dflash_kernels)."""
-    arguments: dict[str, Any] = {
+def _sizes(t: Tensors, layout: AttentionLayout) -> dict[str, Any]:
+    return {
         **place(t.q, t.q.shape[2]),
-        "ctx_start_ptr": layout.ctx_start.data_ptr(),
-        "ctx_end_ptr": layout.ctx_end.data_ptr(),
         "num_blocks": layout.num_blocks,
         "num_ctx": layout.num_ctx,
         "num_kv_heads": t.k_blk.shape[1],
         "B": layout.block_size,
         "G": _gqa_ratio(t),
+    }
+
+
+def _mask(layout: AttentionLayout) -> dict[str, int]:
+    return {
+        "ctx_start_ptr": layout.ctx_start.data_ptr(),
+        "ctx_end_ptr": layout.ctx_end.data_ptr(),
         "window": layout.window_or_none,
         "causal": int(layout.causal),
-        "scale_log2": scale * math.log2(math.e),
     }
-    for name, x in zip(TENSOR_NAMES, t):
+
+
+def _addresses(t: Tensors, *names: str) -> dict[str, int]:
+    arguments: dict[str, int] = {}
+    for name in names:
+        x: Tensor = getattr(t, name)
         arguments[f"{name}_ptr"] = x.data_ptr()
         arguments[f"{name}_row"], arguments[f"{name}_head"] = x.stride()[:2]
     return arguments
+
+
+def _cuda_arguments(t: Tensors, layout: AttentionLayout, scale: float) -> dict[str, Any]:
+    """What the kernels that compute scores share (names as in python/dflash_kernels)."""
+    return {
+        **_sizes(t, layout),
+        **_mask(layout),
+        **_addresses(t, *TENSOR_NAMES),
+        "scale_log2": scale * math.log2(math.e),
+    }
 
 
 def _order(layout: AttentionLayout) -> dict[str, int]:
@@ -343,6 +364,8 @@ class _Kernels(NamedTuple):
     dq: Callable[..., None]
     dkv: tuple[Callable[..., None], ...]
     """Together they make the gradients of all keys and values."""
+    dkv_keep: tuple[Callable[..., None], ...]
+    """The same, keeping dS; only where `_room_for_scores` finds room."""
     extra: dict[str, int]
     keep: Tensor | None
     """Memory behind `extra`, to be kept until the launches are queued."""
@@ -353,17 +376,23 @@ def _kernels(t: Tensors, layout: AttentionLayout, path: str) -> _Kernels:
         prefix = "attention_tma_" if _tensor_maps_fit(t, layout) else "attention_"
         names = ("fwd", "bwd_dq", "bwd_dkv", "bwd_own")
         forward, dq, *dkv = (getattr(_C, prefix + name) for name in names)
-        return _Kernels(forward, dq, tuple(dkv), {}, None)
+        keep = (_C.attention_tma_bwd_dkv_keep, _C.attention_tma_bwd_own_keep)
+        return _Kernels(forward, dq, tuple(dkv), keep, {}, None)
     own = hopper_own_tile(layout.block_size, _gqa_ratio(t))
-    # The persistent programs draw their work from a counter; the launcher zeroes it each time.
-    counter = torch.empty(1, dtype=torch.int32, device=t.q.device)
+    counter = _new_counter(t)
     return _Kernels(
         getattr(_C, f"hopper_fwd_own{own}"),
         getattr(_C, f"hopper_bwd_dq_own{own}"),
         (_C.hopper_bwd_dkv,),
+        (_C.hopper_bwd_dkv_keep,),
         {"counter_ptr": counter.data_ptr()},
         counter,
     )
+
+
+def _new_counter(t: Tensors) -> Tensor:
+    """What persistent programs draw their work from; the launcher zeroes it each time."""
+    return torch.empty(1, dtype=torch.int32, device=t.q.device)
 
 
 def _forward_cuda(
@@ -379,6 +408,47 @@ def _forward_cuda(
         **kernels.extra,
     )
     return out, lse
+
+
+class _Kept(NamedTuple):
+    """Room for dS as dK/dV keeps it for dQ (python/dflash_kernels/hopper_kept.py)."""
+
+    images: Tensor
+    """bf16 [head groups * head_images, 64 * 64]."""
+    head_images: int
+    """Images of a head group: ctx_images, then those of the blocks' own keys."""
+    ctx_images: int
+
+
+def kept_images(layout: AttentionLayout, kv_heads: int, gqa_ratio: int) -> tuple[int, int, int]:
+    """Images of dS that a layout fills at most: in all, of one head group, of its context.
+
+    A head group is as many of a key-value head's query heads as are a power of two.
+    """
+    assert layout.tiles_seen is not None
+    heads = gqa_ratio & -gqa_ratio
+    block_rows = layout.block_size * heads
+    tiles = -(-layout.num_ctx // _C.KEY_TILE)
+    ctx_images = layout.tiles_seen * block_rows // IMAGE_ROWS + 2 * tiles
+    head_images = ctx_images + -(-layout.num_blocks * block_rows // IMAGE_ROWS)
+    return head_images * kv_heads * (gqa_ratio // heads), head_images, ctx_images
+
+
+def _room_for_scores(t: Tensors, layout: AttentionLayout) -> _Kept | None:
+    """Memory for dS, or None where dQ has to recompute it."""
+    gqa_ratio = _gqa_ratio(t)
+    block_rows = layout.block_size * (gqa_ratio & -gqa_ratio)
+    if layout.tiles_seen is None or block_rows > HOPPER_TILE or not _tensor_maps_fit(t, layout):
+        return None
+    images, head_images, ctx_images = kept_images(layout, t.k_blk.shape[1], gqa_ratio)
+    image = IMAGE_ROWS * IMAGE_ROWS
+    limit = KEPT_SHARE * torch.cuda.get_device_properties(t.q.device).total_memory
+    if images * image * t.q.element_size() > limit:
+        return None
+    try:
+        return _Kept(t.q.new_empty((images, image)), head_images, ctx_images)
+    except torch.OutOfMemoryError:  # it is only the faster of two ways
+        return None
 
 
 def _backward_cuda(
@@ -402,17 +472,75 @@ def _backward_cuda(
         "scale": scale,
         **kernels.extra,
     }
-    kernels.dq(out_ptr=out.data_ptr(), dq_ptr=dq.data_ptr(), **_order(layout), **shared)
-    for launch in kernels.dkv:
-        launch(
-            ranges_ptr=layout.schedule.ranges.data_ptr(),
-            dk_ctx_ptr=dk_ctx.data_ptr(),
-            dv_ctx_ptr=dv_ctx.data_ptr(),
-            dk_blk_ptr=dk_blk.data_ptr(),
-            dv_blk_ptr=dv_blk.data_ptr(),
-            **shared,
-        )
+    keys = {
+        "ranges_ptr": layout.schedule.ranges.data_ptr(),
+        "dk_ctx_ptr": dk_ctx.data_ptr(),
+        "dv_ctx_ptr": dv_ctx.data_ptr(),
+        "dk_blk_ptr": dk_blk.data_ptr(),
+        "dv_blk_ptr": dv_blk.data_ptr(),
+    }
+    kept = _room_for_scores(t, layout)
+    if kept is None:
+        kernels.dq(out_ptr=out.data_ptr(), dq_ptr=dq.data_ptr(), **_order(layout), **shared)
+        for launch in kernels.dkv:
+            launch(**keys, **shared)
+    else:
+        _make_delta(t, out, lse, grad_out, delta, layout, kept)
+        for launch in kernels.dkv_keep:
+            launch(**keys, **_images(kept, layout), **shared)
+        _sum_kept(t, dq, layout, scale, kept)
     return grads
+
+
+def _images(kept: _Kept, layout: AttentionLayout) -> dict[str, int]:
+    assert layout.schedule is not None
+    return {
+        "seen_ptr": layout.schedule.seen.data_ptr(),
+        "images_ptr": kept.images.data_ptr(),
+        "head_images": kept.head_images,
+        "ctx_images": kept.ctx_images,
+    }
+
+
+def _make_delta(
+    t: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    delta: Tensor,
+    layout: AttentionLayout,
+    kept: _Kept,
+) -> None:
+    assert layout.schedule is not None
+    pairs = delta.dim() > lse.dim()
+    launch = _C.attention_bwd_delta_pairs if pairs else _C.attention_bwd_delta
+    launch(
+        out_ptr=out.data_ptr(),
+        dout_ptr=grad_out.data_ptr(),
+        lse_ptr=lse.data_ptr(),
+        delta_ptr=delta.data_ptr(),
+        ranges_ptr=layout.schedule.ranges.data_ptr(),
+        seen_ptr=layout.schedule.seen.data_ptr(),
+        ctx_images=kept.ctx_images,
+        **_sizes(t, layout),
+    )
+
+
+def _sum_kept(t: Tensors, dq: Tensor, layout: AttentionLayout, scale: float, kept: _Kept) -> None:
+    """dQ = scale * dS K."""
+    assert layout.schedule is not None
+    counter = _new_counter(t)
+    _C.attention_bwd_dq_kept(
+        dq_ptr=dq.data_ptr(),
+        counter_ptr=counter.data_ptr(),
+        ranges_ptr=layout.schedule.ranges.data_ptr(),
+        scale=scale,
+        **_images(kept, layout),
+        **_order(layout),
+        **_mask(layout),
+        **_addresses(t, "k_ctx", "k_blk"),
+        **_sizes(t, layout),
+    )
 
 
 def visible_pairs(layout: AttentionLayout) -> Tensor:

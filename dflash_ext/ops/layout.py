@@ -26,6 +26,8 @@ class Schedule(NamedTuple):
     ranges: Tensor
     """[ceil(T / KEY_TILE), 4]: per context tile, the blocks that see any of it are [0] .. [3], the
     blocks whose every slot sees all of it are [1] .. [2]."""
+    seen: Tensor
+    """[ceil(T / KEY_TILE)]: blocks that see an earlier context tile, counted once for each tile."""
     doc_first: Tensor
     """[N]: first block of the block's document."""
     doc_last: Tensor
@@ -53,6 +55,9 @@ class AttentionLayout:
     """Sliding window W: slot k of a block anchored at a sees context rows j >= a + k - W + 1."""
     causal: bool = False
     """Slot k sees slots m <= k of its block only."""
+    visible: int | None = None
+    """At least the sum of the blocks' ctx_end - ctx_start, where it is known on the host: lets the
+    backward keep dS between its kernels (attention.py) if there is memory for it."""
     schedule: Schedule | None = None
     """Present on CUDA; the CPU kernels need none."""
 
@@ -65,6 +70,17 @@ class AttentionLayout:
         """The window as the kernels take it."""
         return NO_WINDOW if self.window is None else min(self.window, NO_WINDOW)
 
+    @property
+    def tiles_seen(self) -> int | None:
+        """At least the context tiles that the blocks see, summed over blocks; None: not known.
+
+        n rows in a run touch at most n // KEY_TILE + 2 tiles.
+        """
+        if self.visible is None:
+            return None
+        rows = min(self.visible, self.num_blocks * self.window_or_none)
+        return rows // _C.KEY_TILE + 2 * self.num_blocks
+
 
 def build_layout(
     ctx_start: Tensor,
@@ -74,11 +90,14 @@ def build_layout(
     block_size: int,
     window: int | None = None,
     causal: bool = False,
+    visible: int | None = None,
 ) -> AttentionLayout:
     """Layout of one layer type for a packed batch, on the device of its inputs.
 
     ctx_start, ctx_end: int32 or int64 [N], sorted. No host synchronisation: on CUDA one kernel
-    derives the schedule. Raises ValueError on unsupported options or shapes.
+    derives the schedule. visible: the sum of ctx_end - ctx_start (or more), if the caller has it on
+    the host; too small a number makes gradients NaN. Raises ValueError on unsupported options or
+    shapes.
     """
     if block_size not in (1, *BLOCK_SIZES):
         raise ValueError(f"block_size {block_size} is not supported: use one of {BLOCK_SIZES}")
@@ -100,6 +119,7 @@ def build_layout(
         block_size,
         window,
         causal,
+        visible,
     )
     if ctx_start.device.type != "cuda":
         return layout
@@ -109,7 +129,7 @@ def build_layout(
 def _empty_schedule(layout: AttentionLayout) -> Schedule:
     tiles = -(-layout.num_ctx // _C.KEY_TILE)
     new = layout.ctx_start.new_empty
-    return Schedule(new((tiles, 4)), new(layout.num_blocks), new(layout.num_blocks))
+    return Schedule(new((tiles, 4)), new(tiles), new(layout.num_blocks), new(layout.num_blocks))
 
 
 def _cuda_schedule(layout: AttentionLayout) -> Schedule:
@@ -119,6 +139,7 @@ def _cuda_schedule(layout: AttentionLayout) -> Schedule:
         ctx_start_ptr=layout.ctx_start.data_ptr(),
         ctx_end_ptr=layout.ctx_end.data_ptr(),
         ranges_ptr=schedule.ranges.data_ptr(),
+        seen_ptr=schedule.seen.data_ptr(),
         doc_first_ptr=schedule.doc_first.data_ptr(),
         doc_last_ptr=schedule.doc_last.data_ptr(),
         num_blocks=layout.num_blocks,
@@ -143,8 +164,10 @@ def schedule_reference(layout: AttentionLayout) -> Schedule:
     full_hi = torch.maximum(
         torch.minimum(torch.searchsorted(highest, n0, right=True), see_hi), full_lo
     )
+    viewers = see_hi - see_lo
     return Schedule(
         torch.stack([see_lo, full_lo, full_hi, see_hi], dim=1).to(torch.int32),
+        (viewers.cumsum(0) - viewers).to(torch.int32),
         torch.searchsorted(start, start).to(torch.int32),
         (torch.searchsorted(start, start, right=True) - 1).to(torch.int32),
     )

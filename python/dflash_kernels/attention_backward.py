@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from dflash_kernels.attention_kept import first_image, keep
 from dflash_kernels.attention_rows import (
     inside,
     intervals,
@@ -160,9 +161,11 @@ def attention_bwd_dkv_kernel(
     dv_ctx_ptr,
     dk_blk_ptr,
     dv_blk_ptr,
+    images_ptr,
     ctx_start_ptr,
     ctx_end_ptr,
     ranges_ptr,
+    seen_ptr,
     q_row,
     q_head,
     k_ctx_row,
@@ -176,6 +179,8 @@ def attention_bwd_dkv_kernel(
     num_blocks,
     num_ctx,
     num_kv_heads,
+    head_images,
+    ctx_images,
     B,
     G,
     heads,
@@ -192,8 +197,11 @@ def attention_bwd_dkv_kernel(
     EDGE_STAGES: tl.constexpr,
     TMA: tl.constexpr,
     OWN: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """dK and dV of one tile of keys: of the context, or with OWN of the blocks' own keys.
+
+    With KEEP also their dS, for dQ (hopper_kept.py).
 
     No atomics: a program owns its keys and walks the rows that see them in a fixed order. Because
     blocks are sorted, those rows are one range of tokens; `ranges` gives it per KEY_TILE context
@@ -250,11 +258,26 @@ def attention_bwd_dkv_kernel(
     stop = see_hi << log_b
     full_lo = full_lo << log_b
     tokens = M >> log_h
+    if KEEP:  # whole images: tiles begin at multiples of their tokens
+        log_rows = log_b + log_h
+        if OWN:
+            image = ctx_images
+            kept = True
+        else:
+            image = first_image(t, tl.load(seen_ptr + t), see_lo, log_rows)
+            kept = image + ((see_hi << log_rows) + M - 1) // M <= ctx_images
+        image += kv_head * groups * head_images
+        first = first // tokens * tokens
+        stop = tl.cdiv(stop, tokens) * tokens
+        full_lo = tl.cdiv(full_lo, tokens) * tokens
     full = tl.maximum((full_hi << log_b) - full_lo, 0) // tokens
     full_hi = full_lo + full * tokens
     if full == 0:
         full_lo = stop
         full_hi = stop
+    # A whole tile may reach past the last token.
+    end = tl.minimum(stop, num_blocks << log_b)
+    run = tl.minimum(full_lo, end)
     # Own keys, where a tile of rows lies in one block and sees all of its keys: the mask is then a
     # comparison a key, not one a pair, and the tile as large as inside the context's run.
     in_one_block = (causal == 0) & (tokens <= B)
@@ -269,7 +292,7 @@ def attention_bwd_dkv_kernel(
     head = 0
     r = tl.arange(0, EDGE)
     for i in tl.range(0, edges * groups, num_stages=EDGE_STAGES):
-        token = tl.minimum(start + (r >> log_h), stop - 1)
+        token = tl.minimum(start + (r >> log_h), end - 1)
         row_head = head + (r & last_head)
         q = tl.load(rows_at(q_at, token, q_row, i) + (row_head * q_head)[:, None])
         do = tl.load(rows_at(do_at, token, do_row, i) + (row_head * D)[:, None])
@@ -280,7 +303,7 @@ def attention_bwd_dkv_kernel(
         low = tl.load(ctx_start_ptr + block)
         high = tl.load(ctx_end_ptr + block)
         # A tile may reach into the run, or past the last token.
-        real = (low <= high) & (start + (r >> log_h) < tl.where(start < full_lo, full_lo, stop))
+        real = (low <= high) & (start + (r >> log_h) < tl.where(start < full_lo, run, end))
         own = block << log_b
         if OWN:
             low = own - n0
@@ -291,8 +314,11 @@ def attention_bwd_dkv_kernel(
         pt = tl.exp2(st * scale_log2 - lse[None, :])
         pt = tl.where((c[:, None] >= low[None, :]) & (c[:, None] < high[None, :]), pt, 0.0)
         dv = tl.dot(pt.to(do.dtype), do, dv)
-        dst = pt * (dpt - delta[None, :])
-        dk = tl.dot(dst.to(q.dtype), q, dk)
+        dst = (pt * (dpt - delta[None, :])).to(q.dtype)
+        if KEEP:
+            at = image + (head >> log_h) * head_images + start // tokens
+            keep(dst, images_ptr, at, (start // edge_tokens) & 1, kept, EDGE)
+        dk = tl.dot(dst, q, dk)
         start += edge_tokens
         start = tl.where((start >= full_lo) & (start < full_hi), full_hi, start)
         wrap = start >= stop
@@ -307,6 +333,8 @@ def attention_bwd_dkv_kernel(
             full_hi = stop
         start = full_lo
         head = 0
+        if KEEP:
+            image += full_lo // tokens
         r = tl.arange(0, M)
         for i in tl.range(0, full * groups, num_stages=STAGES):
             if TMA:
@@ -324,10 +352,14 @@ def attention_bwd_dkv_kernel(
             if OWN:  # of a padding block it is 0 already: its lse is infinite
                 pt = tl.where((((n0 + c) >> log_b) == (start >> log_b))[:, None], pt, 0.0)
             dv = tl.dot(pt.to(do.dtype), do, dv)
-            dst = pt * (dpt - delta[None, :])
-            dk = tl.dot(dst.to(q.dtype), q, dk)
+            dst = (pt * (dpt - delta[None, :])).to(q.dtype)
+            if KEEP:
+                keep(dst, images_ptr, image, 0, kept, M)
+            dk = tl.dot(dst, q, dk)
             start += tokens
             wrap = start >= full_hi
+            if KEEP:
+                image += tl.where(wrap, head_images - full + 1, 1)
             head += tl.where(wrap, heads, 0)
             start = tl.where(wrap, full_lo, start)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_kernels import attention_backward, attention_forward
+from dflash_kernels import attention_backward, attention_forward, attention_kept
 from dflash_kernels.spec import Argument, Computed, Kernel, TensorMap, pointers
 
 # KEY_TILE is fixed for every architecture because the layout's `ranges` are counted in it.
@@ -28,6 +28,11 @@ _STRIDES: dict[str, Argument] = {
 _OPTIONS: dict[str, Argument] = {"window": "i32", "causal": "i32", "scale_log2": "f32"}
 _INPUTS = pointers("q k_ctx v_ctx k_blk v_blk", "bf16*")
 _ORDER = pointers("ctx_start ctx_end doc_first doc_last", "i32*")
+
+
+def _if(needed: bool, arguments: dict[str, Argument]) -> dict[str, Argument]:
+    """The arguments where the code uses them, else as integers that cost nothing."""
+    return arguments if needed else dict.fromkeys(arguments, _UNUSED)
 
 
 def _sizes(names: str) -> dict[str, Argument]:
@@ -146,37 +151,46 @@ def _dq(tma: bool) -> Kernel:
     )
 
 
-def _dkv(tma: bool, own: bool) -> Kernel:
-    """own: of the blocks' own keys; apart, because each has loops that fill the registers."""
+def _dkv(tma: bool, own: bool, keep: bool = False) -> Kernel:
+    """own: of the blocks' own keys; apart, because each has loops that fill the registers.
+
+    keep: dS as well, so that dQ is one product (hopper_kept.py).
+    """
     rows = {"q_map": _row_map("q"), "dout_map": _row_map("dout", contiguous=True)}
     unused = dict.fromkeys(rows, _UNUSED)
     return Kernel(
-        name=_name("bwd_own" if own else "bwd_dkv", tma),
+        name=_name(("bwd_own" if own else "bwd_dkv") + ("_keep" if keep else ""), tma),
         fn=attention_backward.attention_bwd_dkv_kernel,
         arguments=_INPUTS
         | (rows if tma else unused)
         | pointers("dout", "bf16*")
         | pointers("delta", "f32*")
         | pointers("dk_ctx dv_ctx dk_blk dv_blk", "bf16*")
+        | _if(keep, pointers("images", "bf16*"))
         | pointers("ctx_start ctx_end ranges", "i32*")
+        | _if(keep, pointers("seen", "i32*"))
         | _STRIDES
-        | _sizes("num_blocks num_ctx num_kv_heads B G")
+        | _sizes("num_blocks num_ctx num_kv_heads")
+        | _if(keep, _sizes("head_images ctx_images"))
+        | _sizes("B G")
         | {"heads": Computed(_HEADS if tma else "1")}
         | _OPTIONS
         | {"scale": "f32"},
         grid=_OWN_TILES if own else _CONTEXT_TILES,
         tile="BN",
         extra_host={"lse_ptr": "f32*"},
+        # A number that a loop does not change is read again in each of its turns.
+        loop_spills=int(keep),
         **(
             # 64 keys and rows fill the registers: two accumulators, scores and dP make 192.
-            _where(True, dict.fromkeys((64, 128), _keys(own, M=MAP_TILE, EDGE_STAGES=2)))
+            _where(True, dict.fromkeys((64, 128), _keys(own, keep, M=MAP_TILE, EDGE_STAGES=2)))
             if tma
             else _where(
                 False,
                 {
-                    64: _keys(own, M=64),
-                    128: _keys(own, M=64),
-                    256: _keys(own, BN=32, M=32, STAGES=1, num_warps=8),
+                    64: _keys(own, keep, M=64),
+                    128: _keys(own, keep, M=64),
+                    256: _keys(own, keep, BN=32, M=32, STAGES=1, num_warps=8),
                 },
                 small={128: dict(M=32)},
             )
@@ -184,14 +198,42 @@ def _dkv(tma: bool, own: bool) -> Kernel:
     )
 
 
-def _keys(own: bool, **tile: int) -> dict[str, int]:
+def _keys(own: bool, keep: bool, **tile: int) -> dict[str, int]:
     """Edge tiles of 32 rows: their mask takes the registers that 64 rows would."""
     shared = dict(BN=KEY_TILE, EDGE=32, STAGES=2, EDGE_STAGES=1, num_warps=4)
-    return shared | dict(KEY_TILE=KEY_TILE, OWN=int(own)) | tile
+    return shared | dict(KEY_TILE=KEY_TILE, OWN=int(own), KEEP=int(keep)) | tile
 
 
-ATTENTION_KERNELS = tuple(
-    kernel
-    for tma in (False, True)
-    for kernel in (_forward(tma), _dq(tma), _dkv(tma, own=False), _dkv(tma, own=True))
+def _delta(pairs: bool) -> Kernel:
+    """Where dS is kept, dK/dV comes first, and what it needs of the forward's output before it."""
+    return Kernel(
+        name="attention_bwd_delta_pairs" if pairs else "attention_bwd_delta",
+        fn=attention_kept.attention_bwd_delta_kernel,
+        arguments=pointers("out dout", "bf16*")
+        | pointers("lse delta", "f32*")
+        | pointers("ranges seen", "i32*")
+        | {"num_rows": Computed(f"int32_t({_ROWS} * num_kv_heads * G)")}
+        | _sizes("num_ctx num_kv_heads G")
+        | {"log_rows": Computed(f"log2_of(B) + log2_of{_HEADS}")}
+        | _sizes("ctx_images"),
+        grid=f"ceil_div({_ROWS} * num_kv_heads * G, tile)",
+        tile="M",
+        only_sm=90,
+        # 16 KB a tile of each of the two, of which several programs keep enough on their way.
+        choices={
+            d: dict(M=8192 // d, KEY_TILE=KEY_TILE, PAIRS=int(pairs), num_warps=4)
+            for d in (64, 128)
+        },
+        extra_host=_sizes("num_blocks B"),
+    )
+
+
+ATTENTION_KERNELS = (
+    *(
+        kernel
+        for tma in (False, True)
+        for kernel in (_forward(tma), _dq(tma), _dkv(tma, own=False), _dkv(tma, own=True))
+    ),
+    *(_dkv(True, own, keep=True) for own in (False, True)),
+    *(_delta(pairs) for pairs in (False, True)),
 )

@@ -240,13 +240,13 @@ class Blocks:
         return ((first + (1 << log_tile) - 1) >> log_tile) + (last >> log_tile) - i
 
     @gluon.jit
-    def key_tiles(self, t, BN: gl.constexpr):
+    def key_tiles(self, t, BN: gl.constexpr, ALIGNED: gl.constexpr = False):
         """The tiles of BN keys that row tile t walks: lo, how many, and which all of its rows see.
 
         Tile i covers context rows lo + i * BN and on; tiles [before, before + full) are visible to
         every row. Blocks are sorted, so the first and the last one decide. There is always a tile:
         rows that see no context walk one that is hidden from all of them, which spares the kernels
-        a second path.
+        a second path. ALIGNED: lo is a multiple of BN.
         """
         log_tile = LOG_TILE - self.log_b - self.log_g
         first = t << log_tile
@@ -261,6 +261,8 @@ class Blocks:
             last -= 1
             last_start = gl.load(self.ctx_start_ptr + last)
             last_end = gl.load(self.ctx_end_ptr + last)
+        if ALIGNED:
+            lo = lo // BN * BN
         tiles = gl.maximum((last_end - lo + BN - 1) // BN, 1)
         before = gl.minimum((gl.maximum(full_lo - lo, 0) + BN - 1) // BN, tiles)
         full = gl.maximum(gl.maximum(first_end - lo, 0) // BN - before, 0)
@@ -293,8 +295,9 @@ def schedule_row_tiles(
     doc_first_ptr,
     doc_last_ptr,
     num_items,
-    num_kv_heads,
+    num_heads,
     BN: gl.constexpr,
+    ALIGNED: gl.constexpr = False,
 ):
     """Scheduler of the kernels whose items are row tiles: as far ahead as there are messages.
 
@@ -304,8 +307,8 @@ def schedule_row_tiles(
     r = 0
     item = gl.program_id(0)
     while item < num_items:
-        t = blocks.tile_in_document_order(item // num_kv_heads, doc_first_ptr, doc_last_ptr)
-        lo, tiles, before, full = blocks.key_tiles(t, BN)
+        t = blocks.tile_in_document_order(item // num_heads, doc_first_ptr, doc_last_ptr)
+        lo, tiles, before, full = blocks.key_tiles(t, BN, ALIGNED)
         items.wait_empty(r)
         items.write(r, 0, item)
         items.write(r, 1, t)

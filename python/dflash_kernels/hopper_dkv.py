@@ -26,6 +26,7 @@ from dflash_kernels.hopper import (
     scores,
     store_half,
 )
+from dflash_kernels.hopper_kept import first_image, keep
 
 
 @gluon.jit
@@ -49,6 +50,29 @@ def _row_groups(blocks, t, WG: gl.constexpr, ctx_tiles, num_ctx, ranges_ptr):
         full_lo = hi
         full_hi = hi
     return lo, gl.maximum(hi, lo + 1), full_lo, full_hi
+
+
+@gluon.jit
+def _images(
+    blocks, t, WG: gl.constexpr, lo, hi, ctx_tiles, num_ctx, ranges_ptr, seen_ptr, ctx_images
+):
+    """Image of row group 0 of a consumer's 64 keys in its head, and whether they keep any.
+
+    Keys beyond the last have none, nor has a layout that sees more than was promised: the kernel
+    that made delta has then turned every gradient into NaN.
+    """
+    log_rows = blocks.log_b + blocks.log_g
+    half = 2 * t + WG
+    if t < ctx_tiles:
+        kept = half * HALF < num_ctx
+        half = gl.minimum(half, (num_ctx + HALF - 1) // HALF - 1)
+        seen = gl.load(seen_ptr + half)
+        image = first_image(half, seen, gl.load(ranges_ptr + half * 4), log_rows)
+        kept = kept & (image + hi <= ctx_images)
+    else:
+        kept = (half - 2 * ctx_tiles) * HALF < (blocks.num_blocks << blocks.log_b)
+        image = ctx_images
+    return image, kept
 
 
 @gluon.jit
@@ -189,7 +213,7 @@ def _recomputed(x):
 
 
 @gluon.jit
-def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr):
+def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr, KEEP: gl.constexpr):
     (
         dk_own_map,
         dv_own_map,
@@ -204,6 +228,10 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr):
         delta_sm,
         blocks,
         ranges_ptr,
+        seen_ptr,
+        images_ptr,
+        head_images,
+        ctx_images,
         num_ctx,
         num_kv_heads,
         scale_log2,
@@ -235,6 +263,11 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr):
         for group in range(first, lo):  # only the other consumer's keys are seen there
             q_ring.skip(base + group - first)
         position = base + lo - first
+        if KEEP:
+            image, kept = _images(
+                blocks, t, WG, lo, hi, ctx_tiles, num_ctx, ranges_ptr, seen_ptr, ctx_images
+            )
+            image += kv_head * head_images
         dk = gl.zeros([HALF, D], gl.float32, OUT)
         dv = gl.zeros([HALF, D], gl.float32, OUT)
         q_ring.wait_full(position)
@@ -258,7 +291,10 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr):
             dv_token = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp_token,))
             delta = delta_sm.index(slot).load(COLUMN)
-            ds = gl.convert_layout((p * (dp - delta[None, :])).to(gl.bfloat16), P)
+            ds = (p * (dp - delta[None, :])).to(gl.bfloat16)
+            if KEEP:
+                keep(ds, images_ptr, image + group, kept)
+            ds = gl.convert_layout(ds, P)
             q_ring.wait_full(position + 1)
             s_token = scores(k_here, q_ring.slot(position + 1).reshape([HALF, D]), HALF, HALF, S)
             dk_token = warpgroup_mma(
@@ -277,7 +313,10 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr):
         )
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
         dv_token = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), do, dv, is_async=True)
-        ds = gl.convert_layout((p * (dp - delta[None, :])).to(gl.bfloat16), P)
+        ds = (p * (dp - delta[None, :])).to(gl.bfloat16)
+        if KEEP:
+            keep(ds, images_ptr, image + hi - 1, kept)
+        ds = gl.convert_layout(ds, P)
         dk_token = warpgroup_mma(ds, q_ring.slot(position).reshape([HALF, D]), dk, is_async=True)
         dk, dv = warpgroup_mma_wait(0, deps=(dk_token, dv_token))
         q_ring.release(position)
@@ -313,13 +352,17 @@ def hopper_bwd_dkv_kernel(
     dv_own_map,
     dk_ctx_map,
     dv_ctx_map,
+    images_ptr,
     counter_ptr,
     ctx_start_ptr,
     ctx_end_ptr,
     ranges_ptr,
+    seen_ptr,
     num_items,
     num_blocks,
     num_ctx,
+    head_images,
+    ctx_images,
     num_kv_heads,
     window,
     causal,
@@ -329,6 +372,7 @@ def hopper_bwd_dkv_kernel(
     scale,
     D: gl.constexpr,
     STAGES: gl.constexpr,
+    KEEP: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -357,6 +401,10 @@ def hopper_bwd_dkv_kernel(
         delta_sm,
         blocks,
         ranges_ptr,
+        seen_ptr,
+        images_ptr,
+        head_images,
+        ctx_images,
         num_ctx,
         num_kv_heads,
         scale_log2,
@@ -364,8 +412,8 @@ def hopper_bwd_dkv_kernel(
     )
     gl.warp_specialize(
         [
-            (_differentiate_kv, (shared, 0, D)),
-            (_differentiate_kv, (shared, 1, D)),
+            (_differentiate_kv, (shared, 0, D, KEEP)),
+            (_differentiate_kv, (shared, 1, D, KEEP)),
             (
                 _load_for_dkv,
                 (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_kernels import hopper_dkv, hopper_dq, hopper_forward
+from dflash_kernels import hopper_dkv, hopper_dq, hopper_forward, hopper_kept
 from dflash_kernels.spec import Argument, Computed, Kernel, TensorMap, VectorMap, pointers
 
 HEAD_DIMS = (64, 128)
@@ -24,6 +24,8 @@ _SIZES: dict[str, Argument] = {
     "log_b": Computed("log2_of(B)"),
     "log_g": Computed("log2_of(G)"),
 }
+_UNUSED = Computed("0")
+_SEEN = pointers("seen", "i32*")
 _BLOCK_AND_RATIO = {"B": "i32", "G": "i32"}
 _ROW_TILES = "ceil_div(int64_t(num_blocks) * B * G, 128) * num_kv_heads"
 _KEY_TILES = f"(ceil_div(num_ctx, 128) + ceil_div({_ROWS}, 128)) * num_kv_heads"
@@ -120,10 +122,15 @@ def _dq(own: int, keys: int = 128) -> Kernel:
     )
 
 
-def _dkv() -> Kernel:
+_IMAGES = pointers("images", "bf16*")
+_IMAGE_COUNTS: dict[str, Argument] = {"head_images": "i32", "ctx_images": "i32"}
+
+
+def _dkv(keep: bool) -> Kernel:
+    """keep: dS as well, so that dQ is one product (hopper_kept.py)."""
     sizes = dict(_SIZES)
     return Kernel(
-        name="hopper_bwd_dkv",
+        name="hopper_bwd_dkv_keep" if keep else "hopper_bwd_dkv",
         fn=hopper_dkv.hopper_bwd_dkv_kernel,
         arguments=_row_maps("q")
         | _row_maps("dout", contiguous=True)
@@ -133,20 +140,79 @@ def _dkv() -> Kernel:
         }
         | _key_maps("k_own v_own k_ctx v_ctx", 64)
         | _key_maps("dk_own dv_own dk_ctx dv_ctx", 64, contiguous=True)
+        | (_IMAGES if keep else dict.fromkeys(_IMAGES, _UNUSED))
         | pointers("counter", "counter*")
         | pointers("ctx_start ctx_end ranges", "i32*")
+        | (_SEEN if keep else dict.fromkeys(_SEEN, _UNUSED))
         | {"num_items": Computed(f"int32_t({_KEY_TILES})"), "num_blocks": sizes.pop("num_blocks")}
         | {"num_ctx": "i32"}
+        | (_IMAGE_COUNTS if keep else dict.fromkeys(_IMAGE_COUNTS, _UNUSED))
         | sizes
         | {"scale_log2": "f32", "scale": "f32"},
         **_persistent(_KEY_TILES),
-        choices={d: dict(STAGES=3, **_WARPS) for d in HEAD_DIMS},
+        choices={d: dict(STAGES=3, KEEP=int(keep), **_WARPS) for d in HEAD_DIMS},
+        # Numbers that the loop does not change, read again in each turn.
+        loop_spills=3 * keep,
         extra_host=_BLOCK_AND_RATIO,
+    )
+
+
+def _dq_kept() -> Kernel:
+    """For any G: its head groups are the largest power of two of heads that divides G."""
+    heads = "(G & -G)"
+    row_tiles = f"ceil_div(int64_t(num_blocks) * B * {heads}, 128) * num_kv_heads * (G / {heads})"
+    return Kernel(
+        name="attention_bwd_dq_kept",
+        fn=hopper_kept.hopper_bwd_dq_kept_kernel,
+        arguments=_key_maps("k_own k_ctx", 64)
+        | {
+            "images_map": TensorMap(
+                "images",
+                rows=f"int64_t(head_images) * num_kv_heads * (G / {heads}) * 64",
+                heads="1",
+                box_rows="64",
+                box_heads="1",
+                block=(64, 1, 64),
+                contiguous=True,
+                columns="64",
+            ),
+            "dq_map": TensorMap(
+                "dq",
+                rows=_ROWS,
+                heads="num_kv_heads * G",
+                box_rows=f"64 / {heads}",
+                box_heads=heads,
+                block=(16, 4, "D"),
+                contiguous=True,
+            ),
+        }
+        | pointers("counter", "counter*")
+        | pointers("ctx_start ctx_end doc_first doc_last ranges seen", "i32*")
+        | {
+            "num_items": Computed(f"int32_t({row_tiles})"),
+            "num_blocks": "i32",
+            "num_head_groups": Computed(f"num_kv_heads * (G / {heads})"),
+            "groups_per_kv_head": Computed(f"G / {heads}"),
+        }
+        | _IMAGE_COUNTS
+        | {
+            "window": "i32",
+            "causal": "i32",
+            "log_b": Computed("log2_of(B)"),
+            "log_h": Computed(f"log2_of{heads}"),
+        }
+        | {"scale": "f32"},
+        **_persistent(row_tiles),
+        # 32 KB a stage with head_dim 128, enough of them to cover a trip to DRAM.
+        choices={d: dict(STAGES=6 if d == 128 else 8, **_WARPS) for d in HEAD_DIMS},
+        extra_host=_BLOCK_AND_RATIO | {"num_ctx": "i32", "num_kv_heads": "i32"},
     )
 
 
 HOPPER_KERNELS = (
     *(_forward(own) for own in OWN_TILES),
     *(_dq(own) for own in OWN_TILES),
-    _dkv(),
+    _dkv(keep=False),
+    _dkv(keep=True),
+    _dq_kept(),
 )

@@ -23,12 +23,12 @@ def encode(name: str, kind: TensorMap | VectorMap) -> str:
             f"const CUtensorMap {name} = vector_map({kind.tensor}_ptr, {kind.length}, {kind.box});"
         )
     if kind.contiguous:
-        strides = f"int64_t({kind.heads}) * head_dim, head_dim"
+        strides = f"int64_t({kind.heads}) * {kind.columns}, {kind.columns}"
     else:
         strides = f"{kind.tensor}_row, {kind.tensor}_head"
     return (
         f"const CUtensorMap {name} = rows_map({kind.tensor}_ptr, {kind.rows}, {kind.heads}, "
-        f"head_dim, {strides}, {kind.box_rows}, {kind.box_heads});"
+        f"{kind.columns}, {strides}, {kind.box_rows}, {kind.box_heads});"
     )
 
 

@@ -12,6 +12,7 @@ def attention_layout_kernel(
     ctx_start_ptr,
     ctx_end_ptr,
     ranges_ptr,
+    seen_ptr,
     doc_first_ptr,
     doc_last_ptr,
     num_blocks,
@@ -36,6 +37,7 @@ def attention_layout_kernel(
         full_lo = 0
         full_hi = 0
         see_hi = 0
+        seen = 0
         for c in range(0, num_blocks, CHUNK):
             i = c + tl.arange(0, CHUNK)
             inside = i < num_blocks
@@ -47,6 +49,9 @@ def attention_layout_kernel(
             full_lo += tl.sum((end < n1).to(tl.int32))
             full_hi += tl.sum((upper <= n0).to(tl.int32))
             see_hi += tl.sum((lower < n1).to(tl.int32))
+            # A block sees the tiles from its lower limit's to that of its last row.
+            passed = tl.minimum(tl.cdiv(end, BN), pid) - lower // BN
+            seen += tl.sum(tl.where(start <= end, tl.maximum(passed, 0), 0))
         see_hi = tl.maximum(see_hi, see_lo)
         full_lo = tl.minimum(tl.maximum(full_lo, see_lo), see_hi)
         full_hi = tl.maximum(tl.minimum(full_hi, see_hi), full_lo)
@@ -54,6 +59,7 @@ def attention_layout_kernel(
         tl.store(ranges_ptr + pid * 4 + 1, full_lo)
         tl.store(ranges_ptr + pid * 4 + 2, full_hi)
         tl.store(ranges_ptr + pid * 4 + 3, see_hi)
+        tl.store(seen_ptr + pid, seen)
     else:
         b = (pid - ctx_tiles) * GROUP + tl.arange(0, GROUP)
         mine = tl.load(ctx_start_ptr + b, mask=b < num_blocks, other=0)

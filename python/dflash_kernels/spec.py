@@ -29,7 +29,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A TMA descriptor of a bf16 [rows, heads, head_dim] view, encoded by the launcher per launch.
+    """A TMA descriptor of a bf16 [rows, heads, columns] view, encoded by the launcher per launch.
 
     Host arguments <tensor>_ptr and, unless the view is contiguous, <tensor>_row and <tensor>_head
     (strides in elements). Extents and box are C++ expressions over the host arguments. The code is
@@ -42,8 +42,9 @@ class TensorMap:
     box_rows: str
     box_heads: str
     block: tuple[int | str, ...]
-    """Rows, heads, head_dim that the code is compiled for; a name is that constexpr's value."""
+    """Rows, heads, columns that the code is compiled for; a name is that constexpr's value."""
     contiguous: bool = False
+    columns: str = "head_dim"
     rank: ClassVar[int] = 3
 
 

@@ -42,7 +42,7 @@ KERNELS = (
     Kernel(
         name="attention_layout",
         fn=layout.attention_layout_kernel,
-        arguments=pointers("ctx_start ctx_end ranges doc_first doc_last", "i32*")
+        arguments=pointers("ctx_start ctx_end ranges seen doc_first doc_last", "i32*")
         | dict.fromkeys(("num_blocks", "num_ctx", "B", "window"), "i32"),
         grid=f"ceil_div(num_ctx, {KEY_TILE}) + ceil_div(num_blocks, tile)",
         tile="GROUP",
