@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,13 +17,13 @@ import torch
 from attention_cases import CASES, Case, case_layout, make_inputs, reference_gradients
 
 from dflash_ext import _C
-from dflash_ext.ops import attention as operator
 from dflash_ext.ops.attention import (
     Tensors,
     attention_path,
     dflash_attention,
     dflash_attention_forward,
     forced_path,
+    recomputed_scores,
     visible_pairs,
 )
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
@@ -32,18 +33,16 @@ NAMES = ("out", "dq", "dk_ctx", "dv_ctx", "dk_blk", "dv_blk")
 BF16 = torch.bfloat16
 
 
+FORCED = {"chosen": None, "triton": "triton"}
+
+
 @pytest.fixture(params=["chosen", "chosen again", "triton", "triton again"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Both what the operator chooses on this device and plain Triton, which serves everything;
     each with dS kept for dQ, and ("again") with dS computed again."""
     name, _, again = request.param.partition(" ")
-    if again:
-        monkeypatch.setattr(operator, "KEPT_SHARE", 0)
-    if name == "chosen":
+    with recomputed_scores() if again else nullcontext(), forced_path(FORCED[name]):
         yield name
-    else:
-        with forced_path("triton"):
-            yield name
 
 
 def ours(t: tuple[torch.Tensor, ...], layout: AttentionLayout, dout: torch.Tensor) -> list:

@@ -102,7 +102,7 @@ def test_plain_layout_has_nearly_the_same_pairs(window: int, causal: bool) -> No
 def test_without_window_of_the_swept_windows() -> None:
     for sweep, shape in sweeps():
         if sweep == "window":
-            windowed = problem.Problem(shape, None, *problem.intervals(shape))  # type: ignore
+            windowed = problem.Problem(shape, None, *problem.intervals(shape), 0)  # type: ignore
             ratio = problem.useful_pairs(windowed.build_layout()) / problem.useful_pairs(
                 problem.without_window(windowed).build_layout()
             )
@@ -140,6 +140,8 @@ def test_cuda_numbers_of_round_times() -> None:
             "layout": 20e-6,
             "triton fwd": 20e-6,
             "triton bwd": 100e-6,
+            "recomputed bwd": 62.5e-6,
+            "triton recomputed bwd": 125e-6,
             "flex fwd": 30e-6,
             "flex bwd": 200e-6,
             "cudnn 4096 fwd": dense / 16 / 100e12,
@@ -157,6 +159,8 @@ def test_cuda_numbers_of_round_times() -> None:
         "bwd_over_product": 0.25,
         "triton_fwd_tflops": 200,
         "triton_bwd_over_product": 0.125,
+        "recomputed_bwd_over_product": 0.2,
+        "triton_recomputed_bwd_over_product": 0.1,
         "fwd_over_flex": 3,
         "bwd_over_flex": 4,
         "flex_bwd_tflops": 50,
@@ -274,6 +278,7 @@ def test_cuda_contestants_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.result["failed"] == []
     assert min(row[k] for k in ("fwd_ms", "bwd_ms", "layout_ms", "triton_bwd_tflops")) > 0
     assert row["fwd_over_cudnn"] > 0
+    assert min(row["kept_gb"], row["triton_recomputed_bwd_tflops"]) > 0
     windowed = bench.row(replace(shape, window=100, causal=True))
     assert windowed["plain_pairs"] == pytest.approx(windowed["pairs"], rel=0.05)
 

@@ -189,7 +189,10 @@ def test_report_covers_every_variant_built() -> None:
     if 90 in architectures:  # maps and wgmma: Hopper's own
         own = [f"hopper_{k}_own{n}" for k in ("fwd", "bwd_dq") for n in (16, 32, 64)]
         mapped = [k.replace("attention", "attention_tma") for k in kernels]
-        expected |= {(k, d, 90) for k in [*own, "hopper_bwd_dkv", *mapped] for d in (64, 128)}
+        kept = ["attention_bwd_delta", "attention_bwd_delta_pairs", "attention_bwd_dq_kept"]
+        kept += [f"{k}_keep" for k in ("hopper_bwd_dkv", *mapped[2:])]
+        alone_90 = [*own, "hopper_bwd_dkv", *mapped, *kept]
+        expected |= {(k, d, 90) for k in alone_90 for d in (64, 128)}
     assert built == expected
     fallback = {(r["kernel"], r["head_dim"], 80) for r in report if r["ptx"]}
     assert fallback == {x for x in expected if x[2] == 80}

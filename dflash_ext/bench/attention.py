@@ -24,8 +24,10 @@ from dflash_ext.bench.problem import (
     BACKWARD_FLOPS,
     FORWARD_FLOPS,
     forced_runs,
+    kept_bytes,
     make_problem,
     operator_runs,
+    recomputed_run,
     useful_pairs,
     without_window,
 )
@@ -59,11 +61,12 @@ def cuda_numbers(work: int, seconds: Mapping[str, float]) -> Row:
         if dense:
             row[f"cudnn_{p}_tflops"] = max(dense)
             row[f"{p}_over_cudnn"] = tflops / max(dense)
-        for name in ("triton", "flex"):
+        for name in ("triton", "flex", "recomputed", "triton recomputed"):
             if f"{name} {p}" in seconds:
-                row[f"{name}_{p}_tflops"] = flops * work / seconds[f"{name} {p}"] / 1e12
-        if f"triton {p}" in seconds:
-            row[f"triton_{p}_over_product"] = row[f"triton_{p}_tflops"] / product
+                key = name.replace(" ", "_")
+                row[f"{key}_{p}_tflops"] = flops * work / seconds[f"{name} {p}"] / 1e12
+                if name != "flex":
+                    row[f"{key}_{p}_over_product"] = row[f"{key}_{p}_tflops"] / product
         if f"flex {p}" in seconds:
             row[f"{p}_over_flex"] = seconds[f"flex {p}"] / seconds[p]
     return row | {"layout_ms": seconds["layout"] * 1e3}
@@ -105,10 +108,12 @@ class CudaBench:
         problem = make_problem(shape, "cuda", torch.bfloat16)
         layout = problem.build_layout()
         runs = self.always | operator_runs(problem, layout)
-        extra: Row = {}
+        extra: Row = {"kept_gb": kept_bytes(problem, layout) / 1e9}
         if triton:
             forced = partial(forced_runs, problem, layout, "triton")
             runs |= self._anchor(f"plain Triton {shape.name}", forced)
+            runs["recomputed bwd"] = recomputed_run(problem, layout, None)
+            runs["triton recomputed bwd"] = recomputed_run(problem, layout, "triton")
         if flex:
 
             def set_up() -> dict[str, Run]:

@@ -95,12 +95,19 @@ def without_window(problem: Problem) -> Problem:
     full = sum(max(window - 1 - slot, 0) for slot in range(B)) + own
     length = max(round((full - B * B) / B), 0)
     start = torch.maximum(problem.ctx_start, problem.ctx_end - length)
-    return replace(plain, ctx_start=start)
+    visible = min(problem.visible, length * problem.shape.num_blocks)
+    return replace(plain, ctx_start=start, visible=visible)
 
 
 def gradient_run(out: Tensor, leaves: Sequence[Tensor]) -> Run:
     grad = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def kept_bytes(problem: Problem, layout: AttentionLayout) -> int:
+    """Of dS between the backward's kernels; 0 where it is computed again."""
+    room = operator.room_for_scores(problem.leaves, layout)
+    return room.images.nbytes if room else 0
 
 
 def operator_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
@@ -111,6 +118,12 @@ def operator_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
         "bwd": gradient_run(forward(), problem.leaves),
         "layout": problem.build_layout,
     }
+
+
+def recomputed_run(problem: Problem, layout: AttentionLayout, path: str | None) -> Run:
+    """A backward that computes dS again for dQ, on a forced path or the operator's own."""
+    with operator.recomputed_scores(), operator.forced_path(path):
+        return gradient_run(dflash_attention(*problem.leaves, layout), problem.leaves)
 
 
 def forced_runs(problem: Problem, layout: AttentionLayout, path: str) -> dict[str, Run]:

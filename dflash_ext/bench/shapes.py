@@ -90,7 +90,7 @@ UNSEEN = (
     Shape("u5", (4001, 97), 403, 8, 32, 4, 128, causal=True),
     Shape("u6", (3449,), 257, 4, 16, 2, 256),
 )
-WARM = Shape("warm", (12288,), 2048, 16, 32, 8, 128)
+WARM = Shape("warm", (12288,), 1024, 16, 32, 8, 128)
 
 
 class Target(NamedTuple):

@@ -38,6 +38,7 @@ PASSES = [
     ("TFLOP/s", "tflops", "{:.0f}"),
     ("× product (floor → goal: reached)", "over_product", "{}"),
     ("plain Triton, × product", "triton_over_product", "{}"),
+    ("dS again, × product", "recomputed", "{}"),
     ("× flex", "over_flex", "{}"),
     ("× cuDNN", "over_cudnn", "{:.2f}"),
 ]
@@ -131,6 +132,9 @@ def one_pass(row: Row, p: str, name: str) -> Row:
     keys = {"over_product": f"{p}_over_product", "over_flex": f"{p}_over_flex"}
     keys["triton_over_product"] = f"triton_{p}_over_product"
     half = {k: aimed(row, key) for k, key in keys.items() if key in row}
+    if f"recomputed_{p}_over_product" in row:
+        ours, plain = (row[f"{n}_{p}_over_product"] for n in ("recomputed", "triton_recomputed"))
+        half["recomputed"] = f"{ours:.2f}, plain {plain:.2f}"
     half |= {k: row[f"{p}_{k}"] for k in ("ms", "tflops", "over_cudnn") if f"{p}_{k}" in row}
     return {"shape": row["shape"], "pass": name, "path": row["path"]} | half
 
@@ -144,6 +148,12 @@ def attention_table(shapes: Rows) -> str:
     ]
     text = markdown(PASSES, halves)
     text += "\n\n" + "; ".join(f"{row['shape']}: {row['what']}" for row in shapes) + "."
+    if any(row.get("kept_gb") for row in shapes):
+        kept = ", ".join(f"{row['kept_gb']:.2g}" for row in shapes)
+        text += (
+            f" The backward keeps dS between its kernels, {kept} GB; *dS again*: where there is no"
+            " such memory."
+        )
     layouts = [row["layout_ms"] for row in shapes if "layout_ms" in row]
     if layouts:
         slowest, target = max(layouts), LAYOUT_MS

@@ -163,12 +163,27 @@ def _check_alignment(name: str, x: Tensor) -> None:
         )
 
 
+_keep_scores: ContextVar[bool] = ContextVar("keep_scores", default=True)
+
+
+@contextmanager
+def recomputed_scores() -> Iterator[None]:
+    """Within: backwards on CUDA compute dS again for dQ, as where memory is short. For tests and
+    benchmarks."""
+    token = _keep_scores.set(False)
+    try:
+        yield
+    finally:
+        _keep_scores.reset(token)
+
+
 _forced_path: ContextVar[str | None] = ContextVar("forced_path", default=None)
 
 
 @contextmanager
-def forced_path(path: str) -> Iterator[None]:
-    """Within: calls on CUDA take this path ("triton" runs everywhere). For tests and benchmarks."""
+def forced_path(path: str | None) -> Iterator[None]:
+    """Within: calls on CUDA take this path ("triton" runs everywhere), None: the operator's own
+    choice. For tests and benchmarks."""
     token = _forced_path.set(path)
     try:
         yield
@@ -222,8 +237,9 @@ class _Attention(torch.autograd.Function):
         path = attention_path(t, layout)
         out, lse = _forward(t, layout, scale, path)
         ctx.save_for_backward(*t, out, lse)
-        # The path is kept because autograd's threads know nothing of `forced_path`.
+        # Chosen here because autograd's threads know nothing of `forced_path`.
         ctx.layout, ctx.scale, ctx.path = layout, scale, _backward_path(t, layout, path)
+        ctx.keep = _keep_scores.get()
         return out
 
     @staticmethod
@@ -235,7 +251,8 @@ class _Attention(torch.autograd.Function):
         if ctx.path == "cpu":
             grads = _backward_cpu(t, out, lse, grad_out, ctx.layout, ctx.scale)
         else:
-            grads = _backward_cuda(t, out, lse, grad_out, ctx.layout, ctx.scale, ctx.path)
+            kept = room_for_scores(t, ctx.layout) if ctx.keep else None
+            grads = _backward_cuda(t, out, lse, grad_out, ctx.layout, ctx.scale, ctx.path, kept)
         return (*grads, None, None)
 
 
@@ -365,7 +382,7 @@ class _Kernels(NamedTuple):
     dkv: tuple[Callable[..., None], ...]
     """Together they make the gradients of all keys and values."""
     dkv_keep: tuple[Callable[..., None], ...]
-    """The same, keeping dS; only where `_room_for_scores` finds room."""
+    """The same, keeping dS; only where `room_for_scores` finds room."""
     extra: dict[str, int]
     keep: Tensor | None
     """Memory behind `extra`, to be kept until the launches are queued."""
@@ -410,7 +427,7 @@ def _forward_cuda(
     return out, lse
 
 
-class _Kept(NamedTuple):
+class KeptScores(NamedTuple):
     """Room for dS as dK/dV keeps it for dQ (python/dflash_kernels/hopper_kept.py)."""
 
     images: Tensor
@@ -434,7 +451,11 @@ def kept_images(layout: AttentionLayout, kv_heads: int, gqa_ratio: int) -> tuple
     return head_images * kv_heads * (gqa_ratio // heads), head_images, ctx_images
 
 
-def _room_for_scores(t: Tensors, layout: AttentionLayout) -> _Kept | None:
+def _new_images(t: Tensors, images: int, size: int) -> Tensor:
+    return t.q.new_empty((images, size))
+
+
+def room_for_scores(t: Tensors, layout: AttentionLayout) -> KeptScores | None:
     """Memory for dS, or None where dQ has to recompute it."""
     gqa_ratio = _gqa_ratio(t)
     block_rows = layout.block_size * (gqa_ratio & -gqa_ratio)
@@ -446,7 +467,7 @@ def _room_for_scores(t: Tensors, layout: AttentionLayout) -> _Kept | None:
     if images * image * t.q.element_size() > limit:
         return None
     try:
-        return _Kept(t.q.new_empty((images, image)), head_images, ctx_images)
+        return KeptScores(_new_images(t, images, image), head_images, ctx_images)
     except torch.OutOfMemoryError:  # it is only the faster of two ways
         return None
 
@@ -459,6 +480,7 @@ def _backward_cuda(
     layout: AttentionLayout,
     scale: float,
     path: str,
+    kept: KeptScores | None,
 ) -> list[Tensor]:
     dq, dk_ctx, dv_ctx, dk_blk, dv_blk = grads = [_contiguous_like(x) for x in t]
     # rowsum(out * dout) per row; the plain kernels keep pairs (lse, delta) there.
@@ -479,7 +501,6 @@ def _backward_cuda(
         "dk_blk_ptr": dk_blk.data_ptr(),
         "dv_blk_ptr": dv_blk.data_ptr(),
     }
-    kept = _room_for_scores(t, layout)
     if kept is None:
         kernels.dq(out_ptr=out.data_ptr(), dq_ptr=dq.data_ptr(), **_order(layout), **shared)
         for launch in kernels.dkv:
@@ -492,7 +513,7 @@ def _backward_cuda(
     return grads
 
 
-def _images(kept: _Kept, layout: AttentionLayout) -> dict[str, int]:
+def _images(kept: KeptScores, layout: AttentionLayout) -> dict[str, int]:
     assert layout.schedule is not None
     return {
         "seen_ptr": layout.schedule.seen.data_ptr(),
@@ -509,7 +530,7 @@ def _make_delta(
     grad_out: Tensor,
     delta: Tensor,
     layout: AttentionLayout,
-    kept: _Kept,
+    kept: KeptScores,
 ) -> None:
     assert layout.schedule is not None
     pairs = delta.dim() > lse.dim()
@@ -526,7 +547,9 @@ def _make_delta(
     )
 
 
-def _sum_kept(t: Tensors, dq: Tensor, layout: AttentionLayout, scale: float, kept: _Kept) -> None:
+def _sum_kept(
+    t: Tensors, dq: Tensor, layout: AttentionLayout, scale: float, kept: KeptScores
+) -> None:
     """dQ = scale * dS K."""
     assert layout.schedule is not None
     counter = _new_counter(t)

@@ -331,10 +331,13 @@ def attention_bwd_dkv_kernel(
             full = tl.where(in_one_block, (stop - first) // tokens, 0)
             full_lo = first
             full_hi = stop
-        start = full_lo
+        # From the last token down: the tiles of a document end with the same blocks, so programs
+        # that run together read the same rows at the same time.
+        full_hi -= tokens
+        start = full_hi
         head = 0
         if KEEP:
-            image += full_lo // tokens
+            image += full_hi // tokens
         r = tl.arange(0, M)
         for i in tl.range(0, full * groups, num_stages=STAGES):
             if TMA:
@@ -353,15 +356,15 @@ def attention_bwd_dkv_kernel(
                 pt = tl.where((((n0 + c) >> log_b) == (start >> log_b))[:, None], pt, 0.0)
             dv = tl.dot(pt.to(do.dtype), do, dv)
             dst = (pt * (dpt - delta[None, :])).to(q.dtype)
+            dk = tl.dot(dst, q, dk)
             if KEEP:
                 keep(dst, images_ptr, image, 0, kept, M)
-            dk = tl.dot(dst, q, dk)
-            start += tokens
-            wrap = start >= full_hi
+            start -= tokens
+            wrap = start < full_lo
             if KEEP:
-                image += tl.where(wrap, head_images - full + 1, 1)
+                image += tl.where(wrap, head_images + full - 1, -1)
             head += tl.where(wrap, heads, 0)
-            start = tl.where(wrap, full_lo, start)
+            start = tl.where(wrap, full_hi, start)
 
     kept = (n0 + c < num_keys)[:, None]
     at = key.to(tl.int64)[:, None] * (num_kv_heads * D) + kv_head * D + d

@@ -157,8 +157,9 @@ def _load_for_dkv(
         else:
             _load_both_halves(k_own_map, k_ring, r, (t - ctx_tiles) * TILE, kv_head, D)
             _load_both_halves(v_own_map, v_ring, r, (t - ctx_tiles) * TILE, kv_head, D)
-        for group in range(lo, hi):
-            if group == gl.maximum(hi - 3, lo):
+        for i in range(hi - lo):
+            group = hi - 1 - i
+            if group == gl.minimum(lo + 2, hi - 1):
                 items.want_next()
             q_ring.wait_empty(position)
             s = position % q_ring.stages
@@ -260,9 +261,11 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr, KEEP: gl.conste
         key_from = t * TILE + WG * HALF
         if own_tile:
             key_from = key_from - ctx_tiles * TILE
-        for group in range(first, lo):  # only the other consumer's keys are seen there
-            q_ring.skip(base + group - first)
-        position = base + lo - first
+        # From the last group down: the tiles of a document end with the same blocks, so programs
+        # that run together read the same rows at the same time.
+        for i in range(stop - hi):  # only the other consumer's keys are seen there
+            q_ring.skip(base + i)
+        position = base + stop - hi
         if KEEP:
             image, kept = _images(
                 blocks, t, WG, lo, hi, ctx_tiles, num_ctx, ranges_ptr, seen_ptr, ctx_images
@@ -277,7 +280,8 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr, KEEP: gl.conste
             tma.store_wait(0)
             k_ring.release(r - 1)
             v_ring.release(r - 1)
-        for group in range(lo, hi - 1):
+        for i in range(hi - 1 - lo):
+            group = hi - 1 - i
             slot = position % q_ring.stages
             do = do_sm.index(slot).reshape([HALF, D])
             here = _recomputed(r)
@@ -291,15 +295,15 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr, KEEP: gl.conste
             dv_token = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp_token,))
             delta = delta_sm.index(slot).load(COLUMN)
-            ds = (p * (dp - delta[None, :])).to(gl.bfloat16)
-            if KEEP:
-                keep(ds, images_ptr, image + group, kept)
-            ds = gl.convert_layout(ds, P)
+            ds_t = (p * (dp - delta[None, :])).to(gl.bfloat16)
+            ds = gl.convert_layout(ds_t, P)
             q_ring.wait_full(position + 1)
             s_token = scores(k_here, q_ring.slot(position + 1).reshape([HALF, D]), HALF, HALF, S)
             dk_token = warpgroup_mma(
                 ds, q_ring.slot(position).reshape([HALF, D]), dk, is_async=True
             )
+            if KEEP:
+                keep(ds_t, images_ptr, image + group, kept)
             s, dk, dv = warpgroup_mma_wait(0, deps=(s_token, dk_token, dv_token))
             q_ring.release(position)
             position += 1
@@ -308,20 +312,18 @@ def _differentiate_kv(shared, WG: gl.constexpr, D: gl.constexpr, KEEP: gl.conste
         dp_token = scores(v, do, HALF, HALF, S)
         lse = lse_sm.index(slot).load(COLUMN)
         delta = delta_sm.index(slot).load(COLUMN)
-        p = _probability_t(
-            s, hi - 1, lse, key_from, own_tile, full_lo, full_hi, blocks, scale_log2, S
-        )
+        p = _probability_t(s, lo, lse, key_from, own_tile, full_lo, full_hi, blocks, scale_log2, S)
         dp = warpgroup_mma_wait(0, deps=(dp_token,))
         dv_token = warpgroup_mma(gl.convert_layout(p.to(gl.bfloat16), P), do, dv, is_async=True)
         ds = (p * (dp - delta[None, :])).to(gl.bfloat16)
         if KEEP:
-            keep(ds, images_ptr, image + hi - 1, kept)
+            keep(ds, images_ptr, image + lo, kept)
         ds = gl.convert_layout(ds, P)
         dk_token = warpgroup_mma(ds, q_ring.slot(position).reshape([HALF, D]), dk, is_async=True)
         dk, dv = warpgroup_mma_wait(0, deps=(dk_token, dv_token))
         q_ring.release(position)
-        for group in range(hi, stop):
-            q_ring.skip(base + group - first)
+        for i in range(stop - lo, stop - first):
+            q_ring.skip(base + i)
         base += stop - first
 
         k.store((dk * scale).to(gl.bfloat16))

@@ -160,7 +160,7 @@ def _dkv(keep: bool) -> Kernel:
 def _dq_kept() -> Kernel:
     """For any G: its head groups are the largest power of two of heads that divides G."""
     heads = "(G & -G)"
-    row_tiles = f"ceil_div(int64_t(num_blocks) * B * {heads}, 128) * num_kv_heads * (G / {heads})"
+    row_tiles = f"ceil_div(int64_t(num_blocks) * B * {heads}, 256) * num_kv_heads * (G / {heads})"
     return Kernel(
         name="attention_bwd_dq_kept",
         fn=hopper_kept.hopper_bwd_dq_kept_kernel,
@@ -203,8 +203,8 @@ def _dq_kept() -> Kernel:
         }
         | {"scale": "f32"},
         **_persistent(row_tiles),
-        # 32 KB a stage with head_dim 128, enough of them to cover a trip to DRAM.
-        choices={d: dict(STAGES=6 if d == 128 else 8, **_WARPS) for d in HEAD_DIMS},
+        # 48 or 40 KB a stage; a trip to DRAM is 33.
+        choices={d: dict(STAGES=3 if d == 128 else 4, **_WARPS) for d in HEAD_DIMS},
         extra_host=_BLOCK_AND_RATIO | {"num_ctx": "i32", "num_kv_heads": "i32"},
     )
 

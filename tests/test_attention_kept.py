@@ -1,0 +1,150 @@
+"""dS kept between the backward's kernels: room for it, the same gradients, and where it is refused.
+
+The images themselves are tested in test_triton_interpreter.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import CASES, Case, make_inputs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dflash_ext import _C
+from dflash_ext.ops.attention import (
+    IMAGE_ROWS,
+    Tensors,
+    dflash_attention,
+    forced_path,
+    kept_images,
+    recomputed_scores,
+    room_for_scores,
+)
+from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
+
+BF16 = torch.bfloat16
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> AttentionLayout:
+    lengths = draw(st.lists(st.integers(1, 400), min_size=1, max_size=5))
+    T = sum(lengths)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    rows = st.lists(st.integers(0, T - 1), min_size=1, max_size=40, unique=True)
+    anchors = torch.tensor(sorted(draw(rows)))
+    start = starts[torch.searchsorted(starts, anchors, right=True) - 1]
+    padding = torch.ones(draw(st.integers(0, 3)), dtype=torch.int64)
+    return build_layout(
+        torch.cat([start, padding * (T + 1)]),
+        torch.cat([anchors, padding * T]),
+        num_ctx=T,
+        block_size=draw(st.sampled_from((1, 4, 8, 16, 32))),
+        window=draw(st.sampled_from((None, 1, 7, 64, 130))),
+        visible=int((anchors - start).sum()),
+    )
+
+
+@given(layout=layouts(), gqa_ratio=st.integers(1, 16))
+def test_images_of_tiles_fit_and_do_not_overlap(layout: AttentionLayout, gqa_ratio: int) -> None:
+    schedule = schedule_reference(layout)
+    viewers = (schedule.ranges[:, 3] - schedule.ranges[:, 0]).sum()
+    assert viewers <= layout.tiles_seen
+    block_rows = layout.block_size * (gqa_ratio & -gqa_ratio)
+    images, head_images, ctx_images = kept_images(layout, 3, gqa_ratio)
+    end = 0
+    for n, (see_lo, _, _, see_hi) in enumerate(schedule.ranges.tolist()):
+        # Row groups that see any of the tile, and one that sees nothing where there are none.
+        lo = see_lo * block_rows // IMAGE_ROWS
+        hi = max(-(-see_hi * block_rows // IMAGE_ROWS), lo + 1)
+        first = int(schedule.seen[n]) * block_rows // IMAGE_ROWS + 2 * n
+        assert first >= end
+        end = first + hi - lo
+    assert end <= ctx_images
+    groups = -(-layout.num_blocks * block_rows // IMAGE_ROWS)
+    assert head_images == ctx_images + groups
+    assert images == head_images * 3 * (gqa_ratio // (gqa_ratio & -gqa_ratio))
+
+
+def test_without_a_number_from_the_host_nothing_is_kept() -> None:
+    t, layout, _ = make_inputs(CASES[0], BF16)
+    assert replace(layout, visible=None).tiles_seen is None
+    assert room_for_scores(Tensors(*t), replace(layout, visible=None)) is None
+
+
+# ---- on a GPU
+
+SPREAD = tuple(range(5, 1290, 31))
+SHAPES = [
+    Case(f"B{B}_G{G}_D{D}", (517, 60, 3, 710), SPREAD, B=B, Hkv=2, G=G, D=D, padding=padding)
+    for B, G, D, padding in [
+        (16, 4, 128, 0),
+        (16, 4, 64, 3),
+        (8, 1, 128, 5),  # 64 tokens a group: one tile of rows sees own keys of four tiles
+        (8, 2, 128, 0),
+        (16, 3, 128, 0),  # a head a group
+        (16, 6, 64, 2),
+        (16, 12, 128, 0),
+        (32, 4, 128, 1),
+        (4, 16, 128, 0),
+    ]
+]
+
+
+def gradients(t: tuple, layout: AttentionLayout, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in t]
+    return torch.autograd.grad(dflash_attention(*leaves, layout), leaves, dout)
+
+
+def needs_maps() -> None:
+    if _C.device_images(0) != (90, False):
+        pytest.skip("dS is kept on sm_90")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", [None, "triton"])
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_kept_and_recomputed_give_the_same_gradients(case: Case, path: str | None) -> None:
+    needs_maps()
+    t, layout, dout = make_inputs(case, BF16, "cuda")
+    assert room_for_scores(Tensors(*t), layout) is not None
+    if path is None and 128 % (case.B * case.G):
+        pytest.skip("takes plain Triton anyway")
+    with forced_path(path):
+        kept = gradients(t, layout, dout)
+        with recomputed_scores():
+            again = gradients(t, layout, dout)
+    for a, b in zip(kept, again, strict=True):
+        # delta is summed in another order: half a unit in the last place, here and there.
+        assert (a.float() - b.float()).norm() <= 2e-3 * b.float().norm()
+
+
+@pytest.mark.gpu
+def test_a_layout_that_sees_more_than_promised_gives_nan() -> None:
+    needs_maps()
+    t, layout, dout = make_inputs(replace(SHAPES[0], padding=0), BF16, "cuda")
+    for path in (None, "triton"):
+        with forced_path(path):
+            for x in gradients(t, replace(layout, visible=0), dout)[:3]:
+                assert x.isnan().any()
+
+
+@pytest.mark.gpu
+def test_where_memory_is_short_scores_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_maps()
+    t, layout, dout = make_inputs(SHAPES[0], BF16, "cuda")
+    with recomputed_scores():
+        truth = gradients(t, layout, dout)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("dflash_ext.ops.attention.KEPT_SHARE", 1e-9)
+    assert room_for_scores(Tensors(*t), layout) is None
+    assert all(map(torch.equal, gradients(t, layout, dout), truth))
+    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("dflash_ext.ops.attention._new_images", refuse)
+        assert room_for_scores(Tensors(*t), layout) is None
