@@ -127,7 +127,7 @@ def test_a_layout_that_sees_more_than_promised_gives_nan() -> None:
     t, layout, dout = make_inputs(replace(SHAPES[0], padding=0), BF16, "cuda")
     for path in (None, "triton"):
         with forced_path(path):
-            for x in gradients(t, replace(layout, visible=0), dout)[:3]:
+            for x in gradients(t, replace(layout, visible=0), dout)[:2]:
                 assert x.isnan().any()
 
 

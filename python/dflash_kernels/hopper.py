@@ -231,28 +231,24 @@ class Blocks:
         return first
 
     @gluon.jit
-    def tile_in_document_order(
-        self, i, doc_first_ptr, doc_last_ptr, LOG_ROWS: gl.constexpr = LOG_TILE
-    ):
+    def tile_in_document_order(self, i, doc_first_ptr, doc_last_ptr):
         """As in attention_rows.py: a document's tiles in reverse, its longest first."""
-        log_tile = LOG_ROWS - self.log_b - self.log_g
+        log_tile = LOG_TILE - self.log_b - self.log_g
         lead = i << log_tile
         first = gl.load(doc_first_ptr + lead)
         last = gl.load(doc_last_ptr + lead)
         return ((first + (1 << log_tile) - 1) >> log_tile) + (last >> log_tile) - i
 
     @gluon.jit
-    def key_tiles(
-        self, t, BN: gl.constexpr, ALIGNED: gl.constexpr = False, LOG_ROWS: gl.constexpr = LOG_TILE
-    ):
+    def key_tiles(self, t, BN: gl.constexpr, ALIGNED: gl.constexpr = False):
         """The tiles of BN keys that row tile t walks: lo, how many, and which all of its rows see.
 
         Tile i covers context rows lo + i * BN and on; tiles [before, before + full) are visible to
         every row. Blocks are sorted, so the first and the last one decide. There is always a tile:
         rows that see no context walk one that is hidden from all of them, which spares the kernels
-        a second path. ALIGNED: lo is a multiple of BN. A tile has 2**LOG_ROWS rows.
+        a second path. ALIGNED: lo is a multiple of BN.
         """
-        log_tile = LOG_ROWS - self.log_b - self.log_g
+        log_tile = LOG_TILE - self.log_b - self.log_g
         first = t << log_tile
         last = gl.minimum(first + (1 << log_tile), self.num_blocks) - 1
         first_start = gl.load(self.ctx_start_ptr + first)
@@ -302,7 +298,6 @@ def schedule_row_tiles(
     num_heads,
     BN: gl.constexpr,
     ALIGNED: gl.constexpr = False,
-    LOG_ROWS: gl.constexpr = LOG_TILE,
 ):
     """Scheduler of the kernels whose items are row tiles: as far ahead as there are messages.
 
@@ -312,8 +307,8 @@ def schedule_row_tiles(
     r = 0
     item = gl.program_id(0)
     while item < num_items:
-        t = blocks.tile_in_document_order(item // num_heads, doc_first_ptr, doc_last_ptr, LOG_ROWS)
-        lo, tiles, before, full = blocks.key_tiles(t, BN, ALIGNED, LOG_ROWS)
+        t = blocks.tile_in_document_order(item // num_heads, doc_first_ptr, doc_last_ptr)
+        lo, tiles, before, full = blocks.key_tiles(t, BN, ALIGNED)
         items.wait_empty(r)
         items.write(r, 0, item)
         items.write(r, 1, t)

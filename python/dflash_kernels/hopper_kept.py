@@ -38,10 +38,6 @@ from dflash_kernels.hopper import (
 )
 
 IMAGE = gl.constexpr(64 * 64)
-# Groups of a work item of dQ, two a consumer. Keys come from L2 once an item: with half as many
-# groups they would be as many bytes as the images.
-GROUPS = gl.constexpr(4)
-LOG_ROWS = gl.constexpr(8)
 
 
 @gluon.jit
@@ -87,42 +83,25 @@ def _rows_of_image(image, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _load_step(
-    keys_map, images_map, ring, images_sm, position, key, kv_head, images, D: gl.constexpr
+    keys_map, images_map, ring, images_sm, position, key, kv_head, image_0, image_1, D: gl.constexpr
 ):
-    """64 keys from `key` on, and the images of a tile's groups; -1: none, zeros arrive instead."""
+    """64 keys from `key` on, and the images of both halves; -1: none, zeros arrive instead."""
     ring.wait_empty(position)
     full = ring.full_barrier(position)
-    mbarrier.expect(full, HALF * D * 2 + GROUPS * IMAGE * 2)
+    mbarrier.expect(full, HALF * D * 2 + CONSUMERS * IMAGE * 2)
     tma.async_copy_global_to_shared(keys_map, [key, kv_head, 0], full, ring.slot(position))
-    for g in gl.static_range(GROUPS):
-        # Rows before the first are out of bounds, which TMA fills with zeros and does not fetch.
-        at = [images[g] * HALF, 0, 0]
-        slot = images_sm.index(position % ring.stages * GROUPS + g)
-        tma.async_copy_global_to_shared(images_map, at, full, slot)
+    slot = position % ring.stages * CONSUMERS
+    # Rows before the first are out of bounds, which TMA fills with zeros and does not fetch.
+    tma.async_copy_global_to_shared(images_map, [image_0 * HALF, 0, 0], full, images_sm.index(slot))
+    tma.async_copy_global_to_shared(
+        images_map, [image_1 * HALF, 0, 0], full, images_sm.index(slot + 1)
+    )
 
 
 @gluon.jit
-def _own_tile(blocks, group):
-    """The 64 own keys that a group's rows see some of."""
-    return ((group * HALF) >> blocks.log_g) // HALF
-
-
-@gluon.jit
-def _own_tiles(blocks, t):
-    """Of a tile of rows: its first such 64 own keys, and how many in a row."""
-    first = _own_tile(blocks, t * GROUPS)
-    last = gl.minimum((t + 1) * GROUPS, (blocks.num_rows() + HALF - 1) // HALF) - 1
-    return first, _own_tile(blocks, last) - first + 1
-
-
-@gluon.jit
-def _images_if_in(lo, hi, image, group):
-    """Images of a tile's groups, where group 0 has `image`; -1 unless the group is in [lo, hi)."""
-    images = ()
-    for g in gl.static_range(GROUPS):
-        seen = (group + g >= lo) & (group + g < hi)
-        images = images + (gl.where(seen, image + group + g, -1),)
-    return images
+def _own_tile(blocks, t, WG: gl.constexpr):
+    """The 64 own keys that a half's rows see some of."""
+    return blocks.first_token(t, WG) // HALF
 
 
 @gluon.jit
@@ -145,6 +124,7 @@ def _load_for_dq(
     blocks,
     ranges_ptr,
     seen_ptr,
+    num_ctx,
     num_head_groups,
     groups_per_kv_head,
     head_images,
@@ -157,87 +137,110 @@ def _load_for_dq(
     item = items.take(0)
     while item >= 0:
         t = items.read(r, 1)
-        first = items.read(r, 2) // HALF
+        # Padding blocks begin behind the last tile.
+        first = gl.minimum(items.read(r, 2) // HALF, (num_ctx - 1) // HALF)
         tiles = items.read(r, 3)
         items.release(r)
         head_group = item % num_head_groups
         kv_head = head_group // groups_per_kv_head
         base = head_group * head_images
-        group = t * GROUPS
-        own, own_tiles = _own_tiles(blocks, t)
-        groups = (blocks.num_rows() + HALF - 1) // HALF
-        for u in range(own, own + own_tiles):
-            # Those whose tokens are among these 64.
-            hi = gl.minimum((u + 1) << blocks.log_g, groups)
-            images = _images_if_in(u << blocks.log_g, hi, base + ctx_images, group)
+        group = 2 * t
+        own_0 = _own_tile(blocks, t, 0)
+        own_1 = _own_tile(blocks, t, 1)
+        image_0 = base + ctx_images + group
+        image_1 = gl.where((group + 1) * HALF < blocks.num_rows(), image_0 + 1, -1)
+        together = own_0 == own_1
+        _load_step(
+            k_own_map,
+            images_map,
+            ring,
+            images_sm,
+            position,
+            own_0 * HALF,
+            kv_head,
+            image_0,
+            gl.where(together, image_1, -1),
+            D,
+        )
+        position += 1
+        if not together:
             _load_step(
-                k_own_map, images_map, ring, images_sm, position, u * HALF, kv_head, images, D
+                k_own_map,
+                images_map,
+                ring,
+                images_sm,
+                position,
+                own_1 * HALF,
+                kv_head,
+                -1,
+                image_1,
+                D,
             )
             position += 1
         lo, hi, image = _tile_entry(ranges_ptr, seen_ptr, first, log_rows)
         for i in range(tiles):
-            images = _images_if_in(lo, hi, base + image, group)
+            here_lo = lo
+            here_hi = hi
+            here = base + image + group
             # Read one tile ahead: a loader must not wait.
             after = first + gl.minimum(i + 1, tiles - 1)
             lo, hi, image = _tile_entry(ranges_ptr, seen_ptr, after, log_rows)
-            key = (first + i) * HALF
-            _load_step(k_ctx_map, images_map, ring, images_sm, position, key, kv_head, images, D)
+            _load_step(
+                k_ctx_map,
+                images_map,
+                ring,
+                images_sm,
+                position,
+                (first + i) * HALF,
+                kv_head,
+                gl.where((group >= here_lo) & (group < here_hi), here, -1),
+                gl.where((group + 1 >= here_lo) & (group + 1 < here_hi), here + 1, -1),
+                D,
+            )
             position += 1
         r += 1
         item = items.take(r)
 
 
 @gluon.jit
-def _operands(images_sm, ring, position, WG: gl.constexpr, OPERAND: gl.constexpr):
-    """dS of a consumer's two groups, as soon as it has arrived."""
-    ring.wait_full(position)
-    slot = position % ring.stages * GROUPS + WG * 2
-    first = _rows_of_image(images_sm.index(slot).reshape([HALF, HALF]), OPERAND)
-    return first, _rows_of_image(images_sm.index(slot + 1).reshape([HALF, HALF]), OPERAND)
-
-
-@gluon.jit
 def _sum_products(shared, WG: gl.constexpr, D: gl.constexpr):
-    (dq_map, items, ring, images_sm, dq_sm, blocks, num_head_groups, scale) = shared
+    (dq_map, items, ring, images_sm, dq_slot, blocks, num_head_groups, scale) = shared
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    dq_slot = dq_sm.index(WG)
     position = 0
     r = 0
     item = items.take(0)
     while item >= 0:
         t = items.read(r, 1)
-        tiles = items.read(r, 3)
+        steps = items.read(r, 3) + 1
         items.release(r)
-        _, own_tiles = _own_tiles(blocks, t)
-        dq_0 = gl.zeros([HALF, D], gl.float32, OUT)
-        dq_1 = gl.zeros([HALF, D], gl.float32, OUT)
-        ds_0, ds_1 = _operands(images_sm, ring, position, WG, OPERAND)
-        for _ in range(own_tiles + tiles - 1):
+        if _own_tile(blocks, t, 0) != _own_tile(blocks, t, 1):
+            steps += 1
+        acc = gl.zeros([HALF, D], gl.float32, OUT)
+        ring.wait_full(position)
+        slot = position % ring.stages
+        ds = _rows_of_image(images_sm.index(slot * CONSUMERS + WG).reshape([HALF, HALF]), OPERAND)
+        for _ in range(steps - 1):
             keys = ring.slot(position).reshape([HALF, D])
-            token_0 = warpgroup_mma(ds_0, keys, dq_0, is_async=True)
-            token_1 = warpgroup_mma(ds_1, keys, dq_1, is_async=True)
-            after_0, after_1 = _operands(images_sm, ring, position + 1, WG, OPERAND)
-            dq_0, dq_1 = warpgroup_mma_wait(0, deps=(token_0, token_1))
+            acc_token = warpgroup_mma(ds, keys, acc, is_async=True)
+            ring.wait_full(position + 1)
+            slot = (position + 1) % ring.stages
+            image = images_sm.index(slot * CONSUMERS + WG).reshape([HALF, HALF])
+            after = _rows_of_image(image, OPERAND)
+            acc = warpgroup_mma_wait(0, deps=(acc_token,))
             ring.release(position)
-            ds_0 = after_0
-            ds_1 = after_1
+            ds = after
             position += 1
-        keys = ring.slot(position).reshape([HALF, D])
-        token_0 = warpgroup_mma(ds_0, keys, dq_0, is_async=True)
-        token_1 = warpgroup_mma(ds_1, keys, dq_1, is_async=True)
-        dq_0, dq_1 = warpgroup_mma_wait(0, deps=(token_0, token_1))
+        acc_token = warpgroup_mma(ds, ring.slot(position).reshape([HALF, D]), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc_token,))
         ring.release(position)
         position += 1
 
         tma.store_wait(0)  # the previous item's dQ has been read out of the staging buffer
         gl.thread_barrier()
-        half_of_slot(dq_slot, 0, D).store((dq_0 * scale).to(gl.bfloat16))
-        half_of_slot(dq_slot, 1, D).store((dq_1 * scale).to(gl.bfloat16))
-        for g in gl.static_range(2):
-            token = ((t * GROUPS + WG * 2 + g) * HALF) >> blocks.log_g
-            at = [token, (item % num_head_groups) << blocks.log_g, 0]
-            store_half(dq_map, dq_slot, g, at, D)
+        half_of_slot(dq_slot, WG, D).store((acc * scale).to(gl.bfloat16))
+        dq_at = [blocks.first_token(t, WG), (item % num_head_groups) << blocks.log_g, 0]
+        store_half(dq_map, dq_slot, WG, dq_at, D)
         r += 1
         item = items.take(r)
     tma.store_wait(0)
@@ -258,6 +261,7 @@ def hopper_bwd_dq_kept_kernel(
     seen_ptr,
     num_items,
     num_blocks,
+    num_ctx,
     num_head_groups,
     groups_per_kv_head,
     head_images,
@@ -274,13 +278,14 @@ def hopper_bwd_dq_kept_kernel(
 ):
     k_sm = gl.allocate_shared_memory(gl.bfloat16, [STAGES, HALF, 1, D], k_ctx_map.layout)
     images_sm = gl.allocate_shared_memory(
-        gl.bfloat16, [STAGES * GROUPS, HALF, 1, HALF], images_map.layout
+        gl.bfloat16, [STAGES * CONSUMERS, HALF, 1, HALF], images_map.layout
     )
-    dq_sm = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, TILE, 1, D], k_ctx_map.layout)
+    dq_sm = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, 1, D], k_ctx_map.layout)
     items = new_items(False)
     ring = new_ring(k_sm, STAGES)  # images share its barriers
+    dq_slot = dq_sm.index(0)
     blocks = Blocks(ctx_start_ptr, ctx_end_ptr, num_blocks, window, causal, log_b, log_h)
-    shared = (dq_map, items, ring, images_sm, dq_sm, blocks, num_head_groups, scale)
+    shared = (dq_map, items, ring, images_sm, dq_slot, blocks, num_head_groups, scale)
     gl.warp_specialize(
         [
             (_sum_products, (shared, 0, D)),
@@ -297,6 +302,7 @@ def hopper_bwd_dq_kept_kernel(
                     blocks,
                     ranges_ptr,
                     seen_ptr,
+                    num_ctx,
                     num_head_groups,
                     groups_per_kv_head,
                     head_images,
@@ -316,7 +322,6 @@ def hopper_bwd_dq_kept_kernel(
                     num_head_groups,
                     HALF,
                     True,
-                    LOG_ROWS,
                 ),
             ),
         ],

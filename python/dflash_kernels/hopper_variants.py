@@ -160,7 +160,7 @@ def _dkv(keep: bool) -> Kernel:
 def _dq_kept() -> Kernel:
     """For any G: its head groups are the largest power of two of heads that divides G."""
     heads = "(G & -G)"
-    row_tiles = f"ceil_div(int64_t(num_blocks) * B * {heads}, 256) * num_kv_heads * (G / {heads})"
+    row_tiles = f"ceil_div(int64_t(num_blocks) * B * {heads}, 128) * num_kv_heads * (G / {heads})"
     return Kernel(
         name="attention_bwd_dq_kept",
         fn=hopper_kept.hopper_bwd_dq_kept_kernel,
@@ -191,6 +191,7 @@ def _dq_kept() -> Kernel:
         | {
             "num_items": Computed(f"int32_t({row_tiles})"),
             "num_blocks": "i32",
+            "num_ctx": "i32",
             "num_head_groups": Computed(f"num_kv_heads * (G / {heads})"),
             "groups_per_kv_head": Computed(f"G / {heads}"),
         }
@@ -203,9 +204,9 @@ def _dq_kept() -> Kernel:
         }
         | {"scale": "f32"},
         **_persistent(row_tiles),
-        # 48 or 40 KB a stage; a trip to DRAM is 33.
-        choices={d: dict(STAGES=3 if d == 128 else 4, **_WARPS) for d in HEAD_DIMS},
-        extra_host=_BLOCK_AND_RATIO | {"num_ctx": "i32", "num_kv_heads": "i32"},
+        # 32 or 24 KB a stage; on their way to cover a trip to DRAM must be 33 KB.
+        choices={d: dict(STAGES=6 if d == 128 else 8, **_WARPS) for d in HEAD_DIMS},
+        extra_host=_BLOCK_AND_RATIO | {"num_kv_heads": "i32"},
     )
 
 
