@@ -80,6 +80,15 @@ class DataOptions:
     synthesis_batch: int = 128
     """Conversations decoded side by side."""
 
+    @property
+    def longest(self) -> tuple[str, int]:
+        """The options that bound a conversation, and its tokens (a synthetic one's without the
+        template's)."""
+        if self.train is None:
+            both = self.max_prompt_tokens + self.max_answer_tokens
+            return "max_prompt_tokens + max_answer_tokens", both
+        return "max_length", self.max_length
+
     def __post_init__(self) -> None:
         _at_least(self, held_out=0, max_length=2, synthetic_rows=1)
         _at_least(self, max_prompt_tokens=1, max_answer_tokens=2, synthesis_batch=1)
@@ -341,10 +350,7 @@ class TrainConfig:
                 "to train on: lower it or raise that"
             )
         # The template's own tokens come on top of a synthetic one; the plan checks the whole.
-        names, longest = "max_length", data.max_length
-        if data.train is None:
-            names = "max_prompt_tokens + max_answer_tokens"
-            longest = data.max_prompt_tokens + data.max_answer_tokens
+        names, longest = data.longest
         if longest > batch.token_budget:
             raise UserError(
                 f"{names} {longest} exceeds token_budget {batch.token_budget}: a conversation must "

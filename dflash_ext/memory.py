@@ -8,6 +8,7 @@ from torch import Tensor
 from dflash_ext.batch import PackedBatch
 from dflash_ext.config import BatchOptions
 from dflash_ext.drafter import DrafterConfig
+from dflash_ext.ops.scores import image_bytes, image_counts, tiles_seen
 
 
 def predict_peak(
@@ -15,7 +16,7 @@ def predict_peak(
     batch: BatchOptions,
     *,
     handed_width: int,
-    chunk_logits: int,
+    logits_or_scores: int,
     drafter_parameters: int,
     target_parameters: int,
     bytes_per_value: int,
@@ -24,8 +25,9 @@ def predict_peak(
     """Bytes of each part of a step at its largest; their sum is the predicted peak.
 
     A function of the token budget and the blocks of one backward, never of the data.
-    `handed_width`: columns of a feature batch; `chunk_logits`: bytes of the loss's workspace
-    (`loss.workspace_bytes`).
+    `handed_width`: columns of a feature batch; `logits_or_scores`: bytes of the loss's workspace
+    (`loss.workspace_bytes`) or of a layer's dS (`largest_scores`), whichever is more: the one is
+    gone before the other comes.
     `bytes_per_value` of the compute dtype (2 or 4), `moments`: fp32 optimizer values per parameter
     (Muon 1, AdamW 2).
     Activations are the tensors that autograd keeps for one turn of blocks (layers.py says which it
@@ -48,8 +50,24 @@ def predict_peak(
         "drafter activations": config.num_layers * (T * per_context_row + rows * per_block_row)
         + rope,
         "one layer's backward": rows * (3 * F + 2 * H) * w,
-        "one chunk of logits": chunk_logits,
+        "a chunk of logits or a layer's dS": logits_or_scores,
     }
+
+
+def largest_scores(config: DrafterConfig, batch: BatchOptions, max_length: int) -> int:
+    """Bytes of dS that a turn's backward has between its kernels at most, were there no limit:
+    every block at the end of a document of `max_length` tokens."""
+    blocks = min(batch.blocks_at_once, batch.anchor_budget)
+    length = min(max_length, batch.token_budget)
+    counts = image_counts(
+        tiles_seen=tiles_seen(blocks * length, blocks, config.context_window or length),
+        num_ctx=batch.token_budget,
+        num_blocks=blocks,
+        block_size=config.block_size,
+        kv_heads=config.num_kv_heads,
+        gqa_ratio=config.num_heads // config.num_kv_heads,
+    )
+    return image_bytes(counts.total)
 
 
 def largest_batch(

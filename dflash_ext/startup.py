@@ -19,8 +19,9 @@ from dflash_ext.config import TrainConfig
 from dflash_ext.errors import UserError
 from dflash_ext.initialise import build_drafter, drafter_layers, export_taps
 from dflash_ext.loss import needs_teacher, workspace_bytes
-from dflash_ext.memory import largest_batch, predict_peak
+from dflash_ext.memory import largest_batch, largest_scores, predict_peak
 from dflash_ext.monitor import Monitor
+from dflash_ext.ops.scores import score_room, scores_limit
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.parallel import Replicas, Shards
 from dflash_ext.plan import Schedule
@@ -202,12 +203,18 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
         config,
         batch,
         handed_width=trainer.handed_width,
-        chunk_logits=workspace_bytes(
-            trainer.config.loss.kind,
-            trainer.config.loss.chunk_rows,
-            trainer.head.shape[0],
-            trainer.embedding.dtype,
-            trainer.device,
+        logits_or_scores=max(
+            workspace_bytes(
+                trainer.config.loss.kind,
+                trainer.config.loss.chunk_rows,
+                trainer.head.shape[0],
+                trainer.embedding.dtype,
+                trainer.device,
+            ),
+            min(
+                scores_limit(trainer.device),
+                largest_scores(config, batch, trainer.config.data.longest[1]),
+            ),
         ),
         drafter_parameters=sum(p.numel() for p in trainer.drafter.parameters()),
         target_parameters=weights,
@@ -262,6 +269,7 @@ def rehearse(
     micro-batch; the optimizer is fresh. A drafter without a target takes features of ones.
     What a step of AdamW launches between its sums over the drafters and its end is loaded from then
     on: loading may wait for an idle device, and one that sums waits for the others (sender.py).
+    Documents are many rather than long, so dS takes what the longest may need.
     """
     trainer = None if side is None else side.trainer
     batch, anchors = largest_batch(
@@ -280,7 +288,8 @@ def rehearse(
             side.optimizer.allocate()
             blocks = trainer.blocks(batch, anchors)
             rows = blocks.num_rows
-            with side.replicas.step():
+            scores = largest_scores(trainer.drafter.config, config.batch, max_length)
+            with side.replicas.step(), score_room(scores):
                 trainer.micro_step(features or _ones(trainer, batch.num_tokens), batch, blocks)
             side.optimizer.rehearse(side.replicas.reduce(trainer.no_sums()))
     except torch.OutOfMemoryError:

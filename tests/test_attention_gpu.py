@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -23,10 +22,10 @@ from dflash_ext.ops.attention import (
     dflash_attention,
     dflash_attention_forward,
     forced_path,
-    recomputed_scores,
     visible_pairs,
 )
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
+from dflash_ext.ops.scores import score_room
 
 pytestmark = pytest.mark.gpu
 NAMES = ("out", "dq", "dk_ctx", "dv_ctx", "dk_blk", "dv_blk")
@@ -41,7 +40,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Both what the operator chooses on this device and plain Triton, which serves everything;
     each with dS kept for dQ, and ("again") with dS computed again."""
     name, _, again = request.param.partition(" ")
-    with recomputed_scores() if again else nullcontext(), forced_path(FORCED[name]):
+    with score_room(None if again else 0), forced_path(FORCED[name]):
         yield name
 
 

@@ -15,15 +15,21 @@ from hypothesis import strategies as st
 
 from dflash_ext import _C
 from dflash_ext.ops.attention import (
-    IMAGE_ROWS,
     Tensors,
     dflash_attention,
     forced_path,
-    kept_images,
-    recomputed_scores,
     room_for_scores,
 )
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
+from dflash_ext.ops.scores import (
+    IMAGE_ROWS,
+    ImageCounts,
+    image_bytes,
+    image_counts,
+    score_room,
+    scores_limit,
+    take_room,
+)
 
 BF16 = torch.bfloat16
 
@@ -53,7 +59,14 @@ def test_images_of_tiles_fit_and_do_not_overlap(layout: AttentionLayout, gqa_rat
     viewers = (schedule.ranges[:, 3] - schedule.ranges[:, 0]).sum()
     assert viewers <= layout.tiles_seen
     block_rows = layout.block_size * (gqa_ratio & -gqa_ratio)
-    images, head_images, ctx_images = kept_images(layout, 3, gqa_ratio)
+    images, head_images, ctx_images = image_counts(
+        tiles_seen=layout.tiles_seen,
+        num_ctx=layout.num_ctx,
+        num_blocks=layout.num_blocks,
+        block_size=layout.block_size,
+        kv_heads=3,
+        gqa_ratio=gqa_ratio,
+    )
     end = 0
     for n, (see_lo, _, _, see_hi) in enumerate(schedule.ranges.tolist()):
         # Row groups that see any of the tile, and one that sees nothing where there are none.
@@ -72,6 +85,34 @@ def test_without_a_number_from_the_host_nothing_is_kept() -> None:
     t, layout, _ = make_inputs(CASES[0], BF16)
     assert replace(layout, visible=None).tiles_seen is None
     assert room_for_scores(Tensors(*t), replace(layout, visible=None)) is None
+
+
+def test_room_is_taken_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Needed and at least, within the limit; a rehearsal takes what other batches may need."""
+    monkeypatch.setattr("dflash_ext.ops.scores.scores_limit", lambda device: image_bytes(10))
+    like = torch.empty(0, dtype=BF16)
+    for total, least, taken in [(3, 0, 3), (3, 7, 7), (3, 99, 10), (10, 0, 10)]:
+        room = take_room(like, ImageCounts(total, total, total), image_bytes(least))
+        assert room is not None
+        assert room.images.nbytes == image_bytes(taken)
+    assert take_room(like, ImageCounts(11, 11, 11), 0) is None
+    assert take_room(like, ImageCounts(11, 11, 11), image_bytes(7)) is None
+    assert take_room(like, ImageCounts(3, 3, 3), None) is None
+
+    class Full:
+        device = like.device
+
+        def element_size(self) -> int:
+            return 2
+
+        def new_empty(self, size: int) -> torch.Tensor:
+            raise torch.OutOfMemoryError
+
+    assert take_room(Full(), ImageCounts(3, 3, 3), 0) is None  # type: ignore[arg-type]
+
+
+def test_the_cpu_keeps_nothing() -> None:
+    assert scores_limit(torch.device("cpu")) == 0
 
 
 # ---- on a GPU
@@ -114,7 +155,7 @@ def test_kept_and_recomputed_give_the_same_gradients(case: Case, path: str | Non
         pytest.skip("takes plain Triton anyway")
     with forced_path(path):
         kept = gradients(t, layout, dout)
-        with recomputed_scores():
+        with score_room(None):
             again = gradients(t, layout, dout)
     for a, b in zip(kept, again, strict=True):
         # delta is summed in another order: half a unit in the last place, here and there.
@@ -132,19 +173,11 @@ def test_a_layout_that_sees_more_than_promised_gives_nan() -> None:
 
 
 @pytest.mark.gpu
-def test_where_memory_is_short_scores_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_memory_is_short_scores_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_maps()
     t, layout, dout = make_inputs(SHAPES[0], BF16, "cuda")
-    with recomputed_scores():
+    with score_room(None):
         truth = gradients(t, layout, dout)
-
-    def refuse(*args: object, **options: object) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr("dflash_ext.ops.attention.KEPT_SHARE", 1e-9)
+    monkeypatch.setattr("dflash_ext.ops.scores.SHARE", 1e-9)
     assert room_for_scores(Tensors(*t), layout) is None
     assert all(map(torch.equal, gradients(t, layout, dout), truth))
-    monkeypatch.undo()
-    with monkeypatch.context() as patch:
-        patch.setattr("dflash_ext.ops.attention._new_images", refuse)
-        assert room_for_scores(Tensors(*t), layout) is None

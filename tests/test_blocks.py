@@ -136,6 +136,7 @@ def test_narrowed_keeps_every_row_that_is_seen(sizes, window, data):
     rows, narrowed = blocks.narrowed(window)
     kept = torch.arange(batch.num_tokens)[rows].tolist()
     starts, ends = narrowed.ctx_start.tolist(), narrowed.ctx_end.tolist()
+    assert narrowed.visible_rows >= sum(ends) - sum(starts)
     assert starts == sorted(starts)
     assert ends == sorted(ends)
     assert narrowed.ctx_start.dtype == narrowed.ctx_end.dtype == torch.int32
@@ -179,6 +180,7 @@ def test_turns_end_with_documents():
         turns = list(blocks.chunks(size))
         found = [(int(t.anchors[0]), int(t.anchors[-1]) + 1) for t in turns]
         assert found == expected, size
+        assert sum(t.visible_rows for t in turns) == blocks.visible_rows == (15 + 3 + 36 + 1)
         for turn, (first, end) in zip(turns, expected):
             assert turn.input_ids.tolist() == [*range(first, end), MASK_ID]
 

@@ -163,7 +163,7 @@ def test_memory_counts_the_last_layer_and_the_target_s_logits():
     buffers = part(said["kl"], "feature buffers") - part(said["ce"], "feature buffers")
     assert features == pytest.approx(2 * wider, abs=1.1)
     assert buffers == pytest.approx(3 * wider, abs=1.1)
-    logits = {k: part(said[k], "one chunk of logits") for k in said}
+    logits = {k: part(said[k], "a chunk of logits or a layer's dS") for k in said}
     assert logits["kl"] == pytest.approx(1.5 * logits["ce"], abs=2)  # two sides, one temporary
 
 

@@ -26,8 +26,9 @@ from dflash_ext.drafter import Drafter
 from dflash_ext.errors import FeatureError, UserError
 from dflash_ext.initialise import drafter_config
 from dflash_ext.loss import vocabulary_loss
-from dflash_ext.memory import largest_batch, predict_peak
+from dflash_ext.memory import largest_batch, largest_scores, predict_peak
 from dflash_ext.metrics import slot_sums, summarise
+from dflash_ext.ops.scores import image_bytes, image_counts
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.pipeline import Book, InProcess
 from dflash_ext.plan import Schedule
@@ -338,6 +339,39 @@ def test_largest_batch_is_legal_and_full(options, max_length):
         assert bool((anchors + 8 <= ends).sum() >= len(anchors) - 8)
 
 
+@pytest.mark.parametrize(("layers", "window"), [("full_attention", None), ("sliding_attention", 9)])
+def test_no_turn_has_more_scores_than_the_rehearsal(layers, window):
+    kinds = {"layer_types": (layers,) * 2, "num_layers": 2, "sliding_window": window}
+    drafter = make(**kinds)
+    options = BatchOptions(token_budget=3000, max_documents=64, anchor_budget=90, anchor_chunk=33)
+    most = largest_scores(drafter.config, options, 700)
+    rng = np.random.default_rng(0)
+    seen = []
+    for _ in range(50):
+        lengths = rng.integers(1, 700, size=rng.integers(1, 12))
+        lengths = lengths[: max(1, int((lengths.cumsum() <= 3000).sum()))]
+        batch = PackedBatch.random(tuple(lengths.tolist()), 50, 0)
+        anchors = draw_anchors(batch, anchors_per_sequence=60, seed=1, epoch=0)[:90]
+        if not len(anchors):
+            continue
+        options_of = dict(block_size=drafter.config.block_size, mask_token_id=0, gamma=None)
+        for turn in build_blocks(batch, anchors, **options_of).chunks(33):
+            rows, blocks = turn.narrowed(drafter.config.context_window)
+            num_ctx = len(torch.arange(batch.num_tokens)[rows])
+            made = drafter.layouts(blocks.ctx_start, blocks.ctx_end, num_ctx, blocks.visible_rows)
+            for layout in made.values():
+                counts = image_counts(
+                    tiles_seen=layout.tiles_seen,
+                    num_ctx=num_ctx,
+                    num_blocks=layout.num_blocks,
+                    block_size=layout.block_size,
+                    kv_heads=drafter.config.num_kv_heads,
+                    gqa_ratio=drafter.config.num_heads // drafter.config.num_kv_heads,
+                )
+                seen.append(image_bytes(counts.total))
+    assert most / 6 < max(seen) <= most
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("T", "N"), [(400, 10), (50, 100)])
 def test_predicted_activations_are_what_autograd_keeps(dtype, T, N):
@@ -367,7 +401,7 @@ def test_predicted_activations_are_what_autograd_keeps(dtype, T, N):
         drafter.config,
         BatchOptions(token_budget=T, anchor_budget=N),
         handed_width=drafter.config.feature_width,
-        chunk_logits=0,
+        logits_or_scores=0,
         drafter_parameters=count,
         target_parameters=0,
         bytes_per_value=features.element_size(),

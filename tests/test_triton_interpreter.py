@@ -30,10 +30,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from dflash_ext.ops.attention import (  # noqa: E402
     dflash_attention_reference,
-    kept_images,
     visible_pairs,
 )
 from dflash_ext.ops.layout import AttentionLayout, Schedule, schedule_reference  # noqa: E402
+from dflash_ext.ops.scores import ImageCounts, image_counts  # noqa: E402
 
 KEY_TILE = 16  # small tiles: full, partial and empty tiles all occur in small problems
 
@@ -160,6 +160,18 @@ def test_kernels_match_reference(case: Case, tiles: Tiles, dtype: torch.dtype) -
 KEPT_KEYS = 64  # keys and rows of an image
 
 
+def images_of(layout: AttentionLayout, kv_heads: int, gqa_ratio: int) -> ImageCounts:
+    assert layout.tiles_seen is not None
+    return image_counts(
+        tiles_seen=layout.tiles_seen,
+        num_ctx=layout.num_ctx,
+        num_blocks=layout.num_blocks,
+        block_size=layout.block_size,
+        kv_heads=kv_heads,
+        gqa_ratio=gqa_ratio,
+    )
+
+
 def dq_of_images(
     images: torch.Tensor, layout: AttentionLayout, schedule: Schedule, t: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
@@ -170,7 +182,7 @@ def dq_of_images(
     heads = G & -G
     tokens = 64 // heads
     block_rows = layout.block_size * heads
-    _, head_images, ctx_images = kept_images(layout, Hkv, G)
+    _, head_images, ctx_images = images_of(layout, Hkv, G)
     dq = torch.zeros(rows, Hq, D, dtype=torch.float64)
 
     def add(image: int, group: int, k: torch.Tensor, first: int, head: int) -> None:
@@ -207,7 +219,7 @@ def test_kept_scores_give_dq(case: Case) -> None:
     (rows, Hq, D), Hkv, T = q.shape, k_blk.shape[1], layout.num_ctx
     B, G = layout.block_size, Hq // Hkv
     schedule = run_schedule(layout, KEPT_KEYS)
-    count, head_images, ctx_images = kept_images(layout, Hkv, G)
+    count, head_images, ctx_images = images_of(layout, Hkv, G)
     images = nan(count, 64 * 64)
     leaves = [x.clone().requires_grad_() for x in t]
     out = dflash_attention_reference(*leaves, layout)

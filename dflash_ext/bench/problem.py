@@ -19,6 +19,7 @@ from dflash_ext.blocks import visible_rows
 from dflash_ext.ops import attention as operator
 from dflash_ext.ops.attention import Tensors, dflash_attention
 from dflash_ext.ops.layout import AttentionLayout, build_layout
+from dflash_ext.ops.scores import score_room
 
 FORWARD_FLOPS = 4
 BACKWARD_FLOPS = 10
@@ -122,7 +123,7 @@ def operator_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
 
 def recomputed_run(problem: Problem, layout: AttentionLayout, path: str | None) -> Run:
     """A backward that computes dS again for dQ, on a forced path or the operator's own."""
-    with operator.recomputed_scores(), operator.forced_path(path):
+    with score_room(None), operator.forced_path(path):
         return gradient_run(dflash_attention(*problem.leaves, layout), problem.leaves)
 
 

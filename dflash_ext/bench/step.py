@@ -8,6 +8,7 @@ anchor counts: does memory grow, and is a never-seen shape slower than the same 
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +35,9 @@ from dflash_ext.config import OptimOptions
 from dflash_ext.errors import UserError
 from dflash_ext.fp8 import fits_fp8
 from dflash_ext.loss import LossOutput, quantised_head
+from dflash_ext.memory import largest_scores
 from dflash_ext.metrics import slot_sums
+from dflash_ext.ops.scores import score_room
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.rates import drafter_operations
 from dflash_ext.startup import release
@@ -217,7 +220,10 @@ def walk(drafter: str, device: str, steps: int, blocks_at_once: int, largest: in
         count = most if full else int(torch.randint(1, most + 1, (1,), generator=draw))
         return random_batch(trainer, tuple(documents), count, seed)
 
-    timed.step(problem(0, full=True), optimizer)  # the largest legal batch is step 0
+    # The largest legal batch is step 0, as in training.
+    options = dataclasses.replace(trainer.config.batch, token_budget=largest)
+    with score_room(largest_scores(trainer.drafter.config, options, largest // 2)):
+        timed.step(problem(0, full=True), optimizer)
     reserved, ratios = [], []
     for seed in range(1, steps + 1):
         batch = problem(seed)

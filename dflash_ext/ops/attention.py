@@ -21,6 +21,13 @@ from torch.autograd.function import once_differentiable
 from dflash_ext import _C
 from dflash_ext.ops.layout import AttentionLayout
 from dflash_ext.ops.rows import check_pointer, place, readable
+from dflash_ext.ops.scores import (
+    KeptScores,
+    image_counts,
+    least_scores,
+    reads_by_maps,
+    take_room,
+)
 
 HEAD_DIMS = (64, 128, 256)
 MAX_GQA_RATIO = 16
@@ -30,13 +37,9 @@ CUDA_DTYPES = (torch.bfloat16,)
 STRIDE_ALIGNMENT = 16
 # The Hopper kernels (TMA, wgmma) take tiles of 128 rows, each a whole number of blocks, and are
 # compiled for these head dims and numbers of own keys.
-HOPPER_ARCHITECTURE = 90
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_TILE = 128
 HOPPER_OWN_TILES = (16, 32, 64)
-# dS of a backward may take this share of the device's memory between two kernels.
-KEPT_SHARE = 1 / 16
-IMAGE_ROWS = 64  # rows and keys of one image of dS, see python/dflash_kernels/hopper_kept.py
 TENSOR_NAMES = ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
 
 
@@ -163,20 +166,6 @@ def _check_alignment(name: str, x: Tensor) -> None:
         )
 
 
-_keep_scores: ContextVar[bool] = ContextVar("keep_scores", default=True)
-
-
-@contextmanager
-def recomputed_scores() -> Iterator[None]:
-    """Within: backwards on CUDA compute dS again for dQ, as where memory is short. For tests and
-    benchmarks."""
-    token = _keep_scores.set(False)
-    try:
-        yield
-    finally:
-        _keep_scores.reset(token)
-
-
 _forced_path: ContextVar[str | None] = ContextVar("forced_path", default=None)
 
 
@@ -213,7 +202,7 @@ def _backward_path(t: Tensors, layout: AttentionLayout, path: str) -> str:
 def _tensor_maps_fit(t: Tensors, layout: AttentionLayout) -> bool:
     """Whether the device has kernels that read by tensor maps, and maps can describe t."""
     return (
-        _C.device_images(t.q.device.index) == (HOPPER_ARCHITECTURE, False)
+        reads_by_maps(t.q.device)
         and t.q.shape[2] in HOPPER_HEAD_DIMS
         and layout.num_ctx > 0  # a tensor map has no empty tensors
         and layout.num_blocks > 0
@@ -239,7 +228,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*t, out, lse)
         # Chosen here because autograd's threads know nothing of `forced_path`.
         ctx.layout, ctx.scale, ctx.path = layout, scale, _backward_path(t, layout, path)
-        ctx.keep = _keep_scores.get()
+        ctx.least_scores = least_scores()
         return out
 
     @staticmethod
@@ -251,7 +240,7 @@ class _Attention(torch.autograd.Function):
         if ctx.path == "cpu":
             grads = _backward_cpu(t, out, lse, grad_out, ctx.layout, ctx.scale)
         else:
-            kept = room_for_scores(t, ctx.layout) if ctx.keep else None
+            kept = room_for_scores(t, ctx.layout, ctx.least_scores)
             grads = _backward_cuda(t, out, lse, grad_out, ctx.layout, ctx.scale, ctx.path, kept)
         return (*grads, None, None)
 
@@ -427,49 +416,23 @@ def _forward_cuda(
     return out, lse
 
 
-class KeptScores(NamedTuple):
-    """Room for dS as dK/dV keeps it for dQ (python/dflash_kernels/hopper_kept.py)."""
-
-    images: Tensor
-    """bf16 [head groups * head_images, 64 * 64]."""
-    head_images: int
-    """Images of a head group: ctx_images, then those of the blocks' own keys."""
-    ctx_images: int
-
-
-def kept_images(layout: AttentionLayout, kv_heads: int, gqa_ratio: int) -> tuple[int, int, int]:
-    """Images of dS that a layout fills at most: in all, of one head group, of its context.
-
-    A head group is as many of a key-value head's query heads as are a power of two.
-    """
-    assert layout.tiles_seen is not None
-    heads = gqa_ratio & -gqa_ratio
-    block_rows = layout.block_size * heads
-    tiles = -(-layout.num_ctx // _C.KEY_TILE)
-    ctx_images = layout.tiles_seen * block_rows // IMAGE_ROWS + 2 * tiles
-    head_images = ctx_images + -(-layout.num_blocks * block_rows // IMAGE_ROWS)
-    return head_images * kv_heads * (gqa_ratio // heads), head_images, ctx_images
-
-
-def _new_images(t: Tensors, images: int, size: int) -> Tensor:
-    return t.q.new_empty((images, size))
-
-
-def room_for_scores(t: Tensors, layout: AttentionLayout) -> KeptScores | None:
-    """Memory for dS, or None where dQ has to recompute it."""
+def room_for_scores(
+    t: Tensors, layout: AttentionLayout, least: int | None = 0
+) -> KeptScores | None:
+    """Memory for dS, or None where dQ has to compute it again (scores.py)."""
     gqa_ratio = _gqa_ratio(t)
     block_rows = layout.block_size * (gqa_ratio & -gqa_ratio)
     if layout.tiles_seen is None or block_rows > HOPPER_TILE or not _tensor_maps_fit(t, layout):
         return None
-    images, head_images, ctx_images = kept_images(layout, t.k_blk.shape[1], gqa_ratio)
-    image = IMAGE_ROWS * IMAGE_ROWS
-    limit = KEPT_SHARE * torch.cuda.get_device_properties(t.q.device).total_memory
-    if images * image * t.q.element_size() > limit:
-        return None
-    try:
-        return KeptScores(_new_images(t, images, image), head_images, ctx_images)
-    except torch.OutOfMemoryError:  # it is only the faster of two ways
-        return None
+    counts = image_counts(
+        tiles_seen=layout.tiles_seen,
+        num_ctx=layout.num_ctx,
+        num_blocks=layout.num_blocks,
+        block_size=layout.block_size,
+        kv_heads=t.k_blk.shape[1],
+        gqa_ratio=gqa_ratio,
+    )
+    return take_room(t.q, counts, least)
 
 
 def _backward_cuda(
@@ -518,8 +481,8 @@ def _images(kept: KeptScores, layout: AttentionLayout) -> dict[str, int]:
     return {
         "seen_ptr": layout.schedule.seen.data_ptr(),
         "images_ptr": kept.images.data_ptr(),
-        "head_images": kept.head_images,
-        "ctx_images": kept.ctx_images,
+        "head_images": kept.counts.head_group,
+        "ctx_images": kept.counts.context,
     }
 
 
@@ -542,7 +505,7 @@ def _make_delta(
         delta_ptr=delta.data_ptr(),
         ranges_ptr=layout.schedule.ranges.data_ptr(),
         seen_ptr=layout.schedule.seen.data_ptr(),
-        ctx_images=kept.ctx_images,
+        ctx_images=kept.counts.context,
         **_sizes(t, layout),
     )
 

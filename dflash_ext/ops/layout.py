@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dflash_ext import _C
 from dflash_ext.ops.rows import place
+from dflash_ext.ops.scores import tiles_seen
 
 BLOCK_SIZES = (4, 8, 16, 32)
 """Of a drafter. The kernels also take blocks of one token: that is causal attention (causal.py)."""
@@ -72,14 +73,10 @@ class AttentionLayout:
 
     @property
     def tiles_seen(self) -> int | None:
-        """At least the context tiles that the blocks see, summed over blocks; None: not known.
-
-        n rows in a run touch at most n // KEY_TILE + 2 tiles.
-        """
+        """At least the context tiles that the blocks see, summed over blocks; None: not known."""
         if self.visible is None:
             return None
-        rows = min(self.visible, self.num_blocks * self.window_or_none)
-        return rows // _C.KEY_TILE + 2 * self.num_blocks
+        return tiles_seen(self.visible, self.num_blocks, self.window_or_none)
 
 
 def build_layout(

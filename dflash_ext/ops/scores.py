@@ -1,0 +1,112 @@
+"""Memory for dS between the kernels of an attention backward: how much, and whether it is taken.
+
+With it the backward computes five matrix products, without it seven (hopper_kept.py under python/
+says how dS lies there). Only the faster of two ways hangs on it, never the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_ext import _C
+
+SHARE = 1 / 16
+"""Of the device's memory, at most. A drafter's rank takes 12 to 50 GiB; sm_90 has 80 and more."""
+IMAGE_ROWS = 64  # rows, and keys, of one image of dS
+
+
+def tiles_seen(visible: int, num_blocks: int, window: int) -> int:
+    """Context tiles that blocks see at most, summed over blocks, if they see `visible` rows.
+
+    n rows in a run touch at most n // KEY_TILE + 2 tiles.
+    """
+    return min(visible, num_blocks * window) // _C.KEY_TILE + 2 * num_blocks
+
+
+class ImageCounts(NamedTuple):
+    """Images of dS that a layout fills at most."""
+
+    total: int
+    head_group: int
+    """Of one head group: as many of a key-value head's query heads as are a power of two."""
+    context: int
+    """The first of a head group's; the others are of the blocks' own keys."""
+
+
+def image_counts(
+    *,
+    tiles_seen: int,
+    num_ctx: int,
+    num_blocks: int,
+    block_size: int,
+    kv_heads: int,
+    gqa_ratio: int,
+) -> ImageCounts:
+    heads = gqa_ratio & -gqa_ratio
+    block_rows = block_size * heads
+    context = tiles_seen * block_rows // IMAGE_ROWS + 2 * -(-num_ctx // _C.KEY_TILE)
+    head_group = context + -(-num_blocks * block_rows // IMAGE_ROWS)
+    return ImageCounts(head_group * kv_heads * (gqa_ratio // heads), head_group, context)
+
+
+def image_bytes(images: int) -> int:
+    """Of images in bf16."""
+    return images * IMAGE_ROWS * IMAGE_ROWS * 2
+
+
+def scores_limit(device: torch.device) -> int:
+    """Bytes that dS may take on a CUDA device; 0 if its kernels keep none."""
+    if device.type != "cuda" or not reads_by_maps(device):
+        return 0
+    return int(SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
+def reads_by_maps(device: torch.device) -> bool:
+    """Whether a CUDA device runs our kernels for tensor maps: those of sm_90."""
+    return _C.device_images(device.index) == (90, False)
+
+
+_least: ContextVar[int | None] = ContextVar("least_scores", default=0)
+
+
+@contextmanager
+def score_room(least: int | None) -> Iterator[None]:
+    """Within: backwards take at least so many bytes for dS (up to the limit), as a rehearsal of
+    larger batches; None: they compute dS again, as where memory is short."""
+    token = _least.set(least)
+    try:
+        yield
+    finally:
+        _least.reset(token)
+
+
+def least_scores() -> int | None:
+    """What `score_room` set; to be asked in the forward, since autograd's threads do not know."""
+    return _least.get()
+
+
+class KeptScores(NamedTuple):
+    """Memory for the images of one backward."""
+
+    images: Tensor
+    """bf16, 1-D: room for `counts.total` images or more."""
+    counts: ImageCounts
+
+
+def take_room(like: Tensor, counts: ImageCounts, least: int | None) -> KeptScores | None:
+    """Memory for images on the device of `like`, or None: compute dS again."""
+    if least is None:
+        return None
+    limit, needed = scores_limit(like.device), image_bytes(counts.total)
+    taken = max(needed if needed <= limit else 0, min(least, limit))
+    try:
+        images = like.new_empty(taken // like.element_size())
+    except torch.OutOfMemoryError:
+        return None
+    return KeptScores(images, counts) if needed <= limit else None
