@@ -307,8 +307,7 @@ README: Sections = [
     ),
     (
         "evaluation_h200.json",
-        "A drafter of SmolLM2-135M trained on one H200 (`--drafter.init target --loss.kind ce`): "
-        "accepted length",
+        "A drafter of SmolLM2-135M trained on one H200 (`runs/real_result.sh`): accepted length",
         evaluation_table,
     ),
     ("step_h200.json", "Drafter step on the H200", step_table),
