@@ -109,8 +109,8 @@ def _turns(starts: list[int], size: int) -> Iterator[tuple[int, int]]:
 
 
 def visible_rows(ctx_start: Tensor, ctx_end: Tensor) -> int:
-    """The sum of ctx_end - ctx_start, of tensors on the CPU."""
-    return int((ctx_end.long() - ctx_start.long()).sum())
+    """The sum of ctx_end - ctx_start over blocks that are no padding, of tensors on the CPU."""
+    return int((ctx_end.long() - ctx_start.long()).clamp(min=0).sum())
 
 
 @dataclass(frozen=True)

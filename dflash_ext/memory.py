@@ -55,8 +55,8 @@ def predict_peak(
 
 
 def largest_scores(config: DrafterConfig, batch: BatchOptions, max_length: int) -> int:
-    """Bytes of dS that a turn's backward has between its kernels at most, were there no limit:
-    every block at the end of a document of `max_length` tokens."""
+    """Bytes of dS that a turn's backward keeps at most, were there no limit: every block at the end
+    of a document of `max_length` tokens. 0 for shapes of which none is kept."""
     blocks = min(batch.blocks_at_once, batch.anchor_budget)
     length = min(max_length, batch.token_budget)
     counts = image_counts(
@@ -66,8 +66,9 @@ def largest_scores(config: DrafterConfig, batch: BatchOptions, max_length: int) 
         block_size=config.block_size,
         kv_heads=config.num_kv_heads,
         gqa_ratio=config.num_heads // config.num_kv_heads,
+        head_dim=config.head_dim,
     )
-    return image_bytes(counts.total)
+    return image_bytes(counts.total) if counts else 0
 
 
 def largest_batch(

@@ -288,7 +288,8 @@ def test_no_host_synchronisation() -> None:
     start, end = layout.ctx_start.clone(), layout.ctx_end.clone()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        layout = build_layout(start, end, num_ctx=layout.num_ctx, block_size=16)
+        sizes = {"num_ctx": layout.num_ctx, "visible": layout.visible}
+        layout = build_layout(start, end, block_size=16, **sizes)
         ours(t, layout, dout)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_ext import _C
+from dflash_ext.blocks import visible_rows
 from dflash_ext.ops.attention import (
     Tensors,
     dflash_attention,
     forced_path,
-    room_for_scores,
+    scores_of,
 )
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
 from dflash_ext.ops.scores import (
@@ -29,6 +30,7 @@ from dflash_ext.ops.scores import (
     score_room,
     scores_limit,
     take_room,
+    tiles_seen,
 )
 
 BF16 = torch.bfloat16
@@ -59,14 +61,19 @@ def test_images_of_tiles_fit_and_do_not_overlap(layout: AttentionLayout, gqa_rat
     viewers = (schedule.ranges[:, 3] - schedule.ranges[:, 0]).sum()
     assert viewers <= layout.tiles_seen
     block_rows = layout.block_size * (gqa_ratio & -gqa_ratio)
-    images, head_images, ctx_images = image_counts(
+    counts = image_counts(
         tiles_seen=layout.tiles_seen,
         num_ctx=layout.num_ctx,
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
         kv_heads=3,
         gqa_ratio=gqa_ratio,
+        head_dim=128,
     )
+    if block_rows > 128:
+        assert counts is None
+        return
+    images, head_images, ctx_images = counts
     end = 0
     for n, (see_lo, _, _, see_hi) in enumerate(schedule.ranges.tolist()):
         # Row groups that see any of the tile, and one that sees nothing where there are none.
@@ -84,7 +91,20 @@ def test_images_of_tiles_fit_and_do_not_overlap(layout: AttentionLayout, gqa_rat
 def test_without_a_number_from_the_host_nothing_is_kept() -> None:
     t, layout, _ = make_inputs(CASES[0], BF16)
     assert replace(layout, visible=None).tiles_seen is None
-    assert room_for_scores(Tensors(*t), replace(layout, visible=None)) is None
+    assert scores_of(Tensors(*t), replace(layout, visible=None)) is None
+
+
+def test_padding_takes_nothing_from_what_is_visible() -> None:
+    start, end = torch.tensor([0, 0, 2000, 20000]), torch.tensor([3, 900, 1000, 10000])
+    assert visible_rows(start, end) == 903
+    assert tiles_seen(-7, 4, 2**30) == tiles_seen(0, 4, 2**30) == 8
+
+
+def test_what_the_kernels_cannot_count_in_32_bits_is_not_kept() -> None:
+    sizes = dict(tiles_seen=8, block_size=32, kv_heads=1, gqa_ratio=4, head_dim=128)
+    assert image_counts(num_blocks=2**14, num_ctx=64 * 1023, **sizes) is not None
+    assert image_counts(num_blocks=2**14, num_ctx=64 * 1024, **sizes) is None
+    assert image_counts(num_blocks=1, num_ctx=64, **sizes | {"head_dim": 256}) is None
 
 
 def test_room_is_taken_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +128,11 @@ def test_room_is_taken_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         def new_empty(self, size: int) -> torch.Tensor:
             raise torch.OutOfMemoryError
 
+    short = set[int | None]()
+    monkeypatch.setattr("dflash_ext.ops.scores._short", short)
     assert take_room(Full(), ImageCounts(3, 3, 3), 0) is None  # type: ignore[arg-type]
+    assert short == {None}
+    assert take_room(like, ImageCounts(3, 3, 3), 0) is None  # and never again: bits would change
 
 
 def test_the_cpu_keeps_nothing() -> None:
@@ -150,7 +174,7 @@ def needs_maps() -> None:
 def test_kept_and_recomputed_give_the_same_gradients(case: Case, path: str | None) -> None:
     needs_maps()
     t, layout, dout = make_inputs(case, BF16, "cuda")
-    assert room_for_scores(Tensors(*t), layout) is not None
+    assert scores_of(Tensors(*t), layout) is not None
     if path is None and 128 % (case.B * case.G):
         pytest.skip("takes plain Triton anyway")
     with forced_path(path):
@@ -179,5 +203,4 @@ def test_where_memory_is_short_scores_are_computed_again(monkeypatch: pytest.Mon
     with score_room(None):
         truth = gradients(t, layout, dout)
     monkeypatch.setattr("dflash_ext.ops.scores.SHARE", 1e-9)
-    assert room_for_scores(Tensors(*t), layout) is None
     assert all(map(torch.equal, gradients(t, layout, dout), truth))

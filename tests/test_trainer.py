@@ -342,7 +342,7 @@ def test_largest_batch_is_legal_and_full(options, max_length):
 @pytest.mark.parametrize(("layers", "window"), [("full_attention", None), ("sliding_attention", 9)])
 def test_no_turn_has_more_scores_than_the_rehearsal(layers, window):
     kinds = {"layer_types": (layers,) * 2, "num_layers": 2, "sliding_window": window}
-    drafter = make(**kinds)
+    drafter = make(head_dim=64, **kinds)
     options = BatchOptions(token_budget=3000, max_documents=64, anchor_budget=90, anchor_chunk=33)
     most = largest_scores(drafter.config, options, 700)
     rng = np.random.default_rng(0)
@@ -367,6 +367,7 @@ def test_no_turn_has_more_scores_than_the_rehearsal(layers, window):
                     block_size=layout.block_size,
                     kv_heads=drafter.config.num_kv_heads,
                     gqa_ratio=drafter.config.num_heads // drafter.config.num_kv_heads,
+                    head_dim=drafter.config.head_dim,
                 )
                 seen.append(image_bytes(counts.total))
     assert most / 6 < max(seen) <= most

@@ -28,10 +28,7 @@ from dflash_kernels import (  # noqa: E402
 from dflash_kernels import layout as layout_kernels  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from dflash_ext.ops.attention import (  # noqa: E402
-    dflash_attention_reference,
-    visible_pairs,
-)
+from dflash_ext.ops.attention import visible_pairs  # noqa: E402
 from dflash_ext.ops.layout import AttentionLayout, Schedule, schedule_reference  # noqa: E402
 from dflash_ext.ops.scores import ImageCounts, image_counts  # noqa: E402
 
@@ -162,14 +159,17 @@ KEPT_KEYS = 64  # keys and rows of an image
 
 def images_of(layout: AttentionLayout, kv_heads: int, gqa_ratio: int) -> ImageCounts:
     assert layout.tiles_seen is not None
-    return image_counts(
+    counts = image_counts(
         tiles_seen=layout.tiles_seen,
         num_ctx=layout.num_ctx,
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
         kv_heads=kv_heads,
         gqa_ratio=gqa_ratio,
+        head_dim=64,
     )
+    assert counts is not None
+    return counts
 
 
 def dq_of_images(
@@ -211,38 +211,32 @@ def dq_of_images(
     return dq
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if sum(c.documents) and c.G < 16], ids=str)
-def test_kept_scores_give_dq(case: Case) -> None:
-    """dK/dV with dS kept: the same gradients, and images whose product with K is dQ."""
-    t, layout, dout = make_inputs(case)
+def run_kept(
+    t: tuple[torch.Tensor, ...], layout: AttentionLayout, out: torch.Tensor, dout: torch.Tensor
+) -> list[torch.Tensor]:
+    """dQ (of the images), dK and dV of the context, of the blocks, with dS kept."""
     q, k_ctx, _, k_blk, _ = t
     (rows, Hq, D), Hkv, T = q.shape, k_blk.shape[1], layout.num_ctx
     B, G = layout.block_size, Hq // Hkv
+    heads, scale = G & -G, D**-0.5
     schedule = run_schedule(layout, KEPT_KEYS)
     count, head_images, ctx_images = images_of(layout, Hkv, G)
     images = nan(count, 64 * 64)
-    leaves = [x.clone().requires_grad_() for x in t]
-    out = dflash_attention_reference(*leaves, layout)
-    truth = torch.autograd.grad(out, leaves, dout)
-    score = torch.einsum(
-        "qhd,khd->hqk", q, torch.cat([k_ctx, k_blk]).repeat_interleave(G, dim=1)
-    ).masked_fill(~visible_pairs(layout), -torch.inf)
-    lse = (score * D**-0.5).logsumexp(-1) * math.log2(math.e)  # [Hq, rows]
+    keys = torch.cat([k_ctx, k_blk]).nan_to_num().repeat_interleave(G, dim=1)
+    score = torch.einsum("qhd,khd->hqk", q, keys).masked_fill(~visible_pairs(layout), -torch.inf)
+    lse = (score * scale).logsumexp(-1) * math.log2(math.e)  # [Hq, rows]
     lse = torch.where(lse.isinf(), math.inf, lse).view(Hkv, G, rows).transpose(1, 2).contiguous()
     pairs = nan(Hkv, rows, G, 2)
-    delta_grid = (-(-rows * Hq // 16),)
-    attention_kept.attention_bwd_delta_kernel[delta_grid](
-        out.detach().contiguous(), dout, lse, pairs, schedule.ranges, schedule.seen,
-        rows * Hq, T, Hkv, G, ((B * (G & -G)).bit_length() - 1), ctx_images,
+    attention_kept.attention_bwd_delta_kernel[(-(-rows * Hq // 16),)](
+        out.contiguous(), dout, lse, pairs, schedule.ranges, schedule.seen,
+        rows * Hq, T, Hkv, G, layout.tiles_seen,
         D=D, M=16, KEY_TILE=KEPT_KEYS, PAIRS=1,
     )  # fmt: skip
     dk, dv = nan(*k_ctx.shape), nan(*k_ctx.shape)
     dk_blk, dv_blk = nan(*k_blk.shape), nan(*k_blk.shape)
-    heads = G & -G
     maps = [descriptor(x, 64 // heads, heads) for x in (q, dout)]
-    scale = D**-0.5
-    for own, keys in ((0, T), (1, rows)):
-        attention_backward.attention_bwd_dkv_kernel[(-(-keys // 64) * Hkv,)](
+    for own, number in ((0, T), (1, rows)):
+        attention_backward.attention_bwd_dkv_kernel[(-(-number // 64) * Hkv,)](
             *t, *maps, dout, pairs, dk, dv, dk_blk, dv_blk, images,
             layout.ctx_start, layout.ctx_end, schedule.ranges, schedule.seen,
             *(s for x in t for s in x.stride()[:2]), layout.num_blocks, T, Hkv,
@@ -251,13 +245,32 @@ def test_kept_scores_give_dq(case: Case) -> None:
             D=D, BN=64, M=64, EDGE=32, KEY_TILE=KEPT_KEYS, STAGES=1, EDGE_STAGES=1, TMA=1, OWN=own,
             KEEP=1,
         )  # fmt: skip
-    dq = dq_of_images(images, layout, schedule, t) * scale
-    for name, x, y in zip(
-        ("dq", "dk", "dv", "dk_blk", "dv_blk"), (dq, dk, dv, dk_blk, dv_blk), truth, strict=True
-    ):
+    return [dq_of_images(images, layout, schedule, t) * scale, dk, dv, dk_blk, dv_blk]
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if sum(c.documents) and c.G < 16], ids=str)
+def test_kept_scores_give_dq(case: Case) -> None:
+    """dK/dV with dS kept: the same gradients, and images whose product with K is dQ."""
+    t, layout, dout = make_inputs(case)
+    out, *truth = reference_gradients(t, layout, dout, torch.float64)
+    ours = run_kept(t, layout, out.float(), dout)
+    for name, x, y in zip(("dq", "dk", "dv", "dk_blk", "dv_blk"), ours, truth, strict=True):
         assert x.isfinite().all(), name
-        error = (x.double() - y.double()).norm() / y.double().norm().clamp(min=1e-6)
+        error = (x.double() - y).norm() / y.norm().clamp(min=1e-6)
         assert error < 3e-6, f"{name}: relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("document", [0, 1])
+def test_nan_of_a_document_stays_out_of_another_s_keys_with_scores_kept(document: int) -> None:
+    """Images hold whole groups of 64 rows, also of blocks that see none of the keys."""
+    case = Case("two", (64, 64), (20, 50, 80, 120), B=4, G=2)
+    t, layout, dout = make_inputs(case)
+    out = reference_gradients(t, layout, dout, torch.float32)[0].contiguous()
+    before = run_kept(t, layout, out, dout)
+    dout.view(2, 2 * case.B, -1)[document] = math.nan
+    after = run_kept(t, layout, out, dout)
+    for x, y in zip(before[1:3], after[1:3], strict=True):
+        assert torch.equal(x.view(2, 64, -1)[1 - document], y.view(2, 64, -1)[1 - document])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

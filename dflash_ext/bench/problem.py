@@ -19,7 +19,7 @@ from dflash_ext.blocks import visible_rows
 from dflash_ext.ops import attention as operator
 from dflash_ext.ops.attention import Tensors, dflash_attention
 from dflash_ext.ops.layout import AttentionLayout, build_layout
-from dflash_ext.ops.scores import score_room
+from dflash_ext.ops.scores import image_bytes, score_room, scores_limit
 
 FORWARD_FLOPS = 4
 BACKWARD_FLOPS = 10
@@ -107,8 +107,9 @@ def gradient_run(out: Tensor, leaves: Sequence[Tensor]) -> Run:
 
 def kept_bytes(problem: Problem, layout: AttentionLayout) -> int:
     """Of dS between the backward's kernels; 0 where it is computed again."""
-    room = operator.room_for_scores(problem.leaves, layout)
-    return room.images.nbytes if room else 0
+    counts = operator.scores_of(problem.leaves, layout)
+    needed = image_bytes(counts.total) if counts else 0
+    return needed if needed <= scores_limit(problem.leaves.q.device) else 0
 
 
 def operator_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:

@@ -22,6 +22,7 @@ from dflash_ext import _C
 from dflash_ext.ops.layout import AttentionLayout
 from dflash_ext.ops.rows import check_pointer, place, readable
 from dflash_ext.ops.scores import (
+    ImageCounts,
     KeptScores,
     image_counts,
     least_scores,
@@ -240,8 +241,8 @@ class _Attention(torch.autograd.Function):
         if ctx.path == "cpu":
             grads = _backward_cpu(t, out, lse, grad_out, ctx.layout, ctx.scale)
         else:
-            kept = room_for_scores(t, ctx.layout, ctx.least_scores)
-            grads = _backward_cuda(t, out, lse, grad_out, ctx.layout, ctx.scale, ctx.path, kept)
+            saved = (t, out, lse, grad_out, ctx.layout, ctx.scale, ctx.path)
+            grads = _backward_cuda(*saved, ctx.least_scores)
         return (*grads, None, None)
 
 
@@ -373,8 +374,8 @@ class _Kernels(NamedTuple):
     dkv_keep: tuple[Callable[..., None], ...]
     """The same, keeping dS; only where `room_for_scores` finds room."""
     extra: dict[str, int]
-    keep: Tensor | None
-    """Memory behind `extra`, to be kept until the launches are queued."""
+    memory: Tensor | None
+    """Behind `extra`, to be held until the launches are queued."""
 
 
 def _kernels(t: Tensors, layout: AttentionLayout, path: str) -> _Kernels:
@@ -416,23 +417,19 @@ def _forward_cuda(
     return out, lse
 
 
-def room_for_scores(
-    t: Tensors, layout: AttentionLayout, least: int | None = 0
-) -> KeptScores | None:
-    """Memory for dS, or None where dQ has to compute it again (scores.py)."""
-    gqa_ratio = _gqa_ratio(t)
-    block_rows = layout.block_size * (gqa_ratio & -gqa_ratio)
-    if layout.tiles_seen is None or block_rows > HOPPER_TILE or not _tensor_maps_fit(t, layout):
+def scores_of(t: Tensors, layout: AttentionLayout) -> ImageCounts | None:
+    """Images of dS that a backward fills at most, or None: it cannot keep dS (scores.py)."""
+    if layout.tiles_seen is None or not _tensor_maps_fit(t, layout):
         return None
-    counts = image_counts(
+    return image_counts(
         tiles_seen=layout.tiles_seen,
         num_ctx=layout.num_ctx,
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
         kv_heads=t.k_blk.shape[1],
-        gqa_ratio=gqa_ratio,
+        gqa_ratio=_gqa_ratio(t),
+        head_dim=t.q.shape[2],
     )
-    return take_room(t.q, counts, least)
 
 
 def _backward_cuda(
@@ -443,7 +440,7 @@ def _backward_cuda(
     layout: AttentionLayout,
     scale: float,
     path: str,
-    kept: KeptScores | None,
+    least_scores: int | None,
 ) -> list[Tensor]:
     dq, dk_ctx, dv_ctx, dk_blk, dv_blk = grads = [_contiguous_like(x) for x in t]
     # rowsum(out * dout) per row; the plain kernels keep pairs (lse, delta) there.
@@ -464,12 +461,14 @@ def _backward_cuda(
         "dk_blk_ptr": dk_blk.data_ptr(),
         "dv_blk_ptr": dv_blk.data_ptr(),
     }
+    counts = scores_of(t, layout)
+    kept = None if counts is None else take_room(t.q, counts, least_scores)
     if kept is None:
         kernels.dq(out_ptr=out.data_ptr(), dq_ptr=dq.data_ptr(), **_order(layout), **shared)
         for launch in kernels.dkv:
             launch(**keys, **shared)
     else:
-        _make_delta(t, out, lse, grad_out, delta, layout, kept)
+        _make_delta(t, out, lse, grad_out, delta, layout)
         for launch in kernels.dkv_keep:
             launch(**keys, **_images(kept, layout), **shared)
         _sum_kept(t, dq, layout, scale, kept)
@@ -493,9 +492,9 @@ def _make_delta(
     grad_out: Tensor,
     delta: Tensor,
     layout: AttentionLayout,
-    kept: KeptScores,
 ) -> None:
     assert layout.schedule is not None
+    assert layout.tiles_seen is not None
     pairs = delta.dim() > lse.dim()
     launch = _C.attention_bwd_delta_pairs if pairs else _C.attention_bwd_delta
     launch(
@@ -505,7 +504,7 @@ def _make_delta(
         delta_ptr=delta.data_ptr(),
         ranges_ptr=layout.schedule.ranges.data_ptr(),
         seen_ptr=layout.schedule.seen.data_ptr(),
-        ctx_images=kept.counts.context,
+        tiles_seen=layout.tiles_seen,
         **_sizes(t, layout),
     )
 

@@ -57,8 +57,8 @@ class AttentionLayout:
     causal: bool = False
     """Slot k sees slots m <= k of its block only."""
     visible: int | None = None
-    """At least the sum of the blocks' ctx_end - ctx_start, where it is known on the host: lets the
-    backward keep dS between its kernels (attention.py) if there is memory for it."""
+    """At least the sum of the real blocks' ctx_end - ctx_start, where it is known on the host: lets
+    the backward keep dS between its kernels (scores.py) if there is memory for it."""
     schedule: Schedule | None = None
     """Present on CUDA; the CPU kernels need none."""
 
@@ -92,9 +92,9 @@ def build_layout(
     """Layout of one layer type for a packed batch, on the device of its inputs.
 
     ctx_start, ctx_end: int32 or int64 [N], sorted. No host synchronisation: on CUDA one kernel
-    derives the schedule. visible: the sum of ctx_end - ctx_start (or more), if the caller has it on
-    the host; too small a number makes gradients NaN. Raises ValueError on unsupported options or
-    shapes.
+    derives the schedule. visible: the sum of ctx_end - ctx_start over blocks that are no padding
+    (or more), if the caller has it on the host; too small a number makes the gradients of queries
+    and keys NaN. Raises ValueError on unsupported options or shapes.
     """
     if block_size not in (1, *BLOCK_SIZES):
         raise ValueError(f"block_size {block_size} is not supported: use one of {BLOCK_SIZES}")

@@ -1,7 +1,9 @@
 """Memory for dS between the kernels of an attention backward: how much, and whether it is taken.
 
 With it the backward computes five matrix products, without it seven (hopper_kept.py under python/
-says how dS lies there). Only the faster of two ways hangs on it, never the result.
+says how dS lies there). Both round dS alike; sums come in another order, so that the last bits of
+dQ and dK differ. Which way is taken follows from sizes, and after memory ran out once it is the
+second for the rest of the process.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from dflash_ext import _C
 SHARE = 1 / 16
 """Of the device's memory, at most. A drafter's rank takes 12 to 50 GiB; sm_90 has 80 and more."""
 IMAGE_ROWS = 64  # rows, and keys, of one image of dS
+HEAD_DIMS = (64, 128)
+LARGEST_BLOCK_ROWS = 128  # of a block and head group: a tile of rows holds whole blocks
 
 
 def tiles_seen(visible: int, num_blocks: int, window: int) -> int:
@@ -26,7 +30,7 @@ def tiles_seen(visible: int, num_blocks: int, window: int) -> int:
 
     n rows in a run touch at most n // KEY_TILE + 2 tiles.
     """
-    return min(visible, num_blocks * window) // _C.KEY_TILE + 2 * num_blocks
+    return max(0, min(visible, num_blocks * window)) // _C.KEY_TILE + 2 * num_blocks
 
 
 class ImageCounts(NamedTuple):
@@ -47,10 +51,17 @@ def image_counts(
     block_size: int,
     kv_heads: int,
     gqa_ratio: int,
-) -> ImageCounts:
+    head_dim: int,
+) -> ImageCounts | None:
+    """None: no kernels keep dS of such shapes."""
     heads = gqa_ratio & -gqa_ratio
     block_rows = block_size * heads
-    context = tiles_seen * block_rows // IMAGE_ROWS + 2 * -(-num_ctx // _C.KEY_TILE)
+    tiles = -(-num_ctx // _C.KEY_TILE)
+    # The kernels count rows of all blocks that see a tile in 32 bits, whatever `tiles_seen` says.
+    counted = num_blocks * tiles * block_rows < 2**31
+    if head_dim not in HEAD_DIMS or block_rows > LARGEST_BLOCK_ROWS or not counted:
+        return None
+    context = tiles_seen * block_rows // IMAGE_ROWS + 2 * tiles
     head_group = context + -(-num_blocks * block_rows // IMAGE_ROWS)
     return ImageCounts(head_group * kv_heads * (gqa_ratio // heads), head_group, context)
 
@@ -71,6 +82,10 @@ def reads_by_maps(device: torch.device) -> bool:
     """Whether a CUDA device runs our kernels for tensor maps: those of sm_90."""
     return _C.device_images(device.index) == (90, False)
 
+
+_short: set[int | None] = set()
+"""Indices of devices whose memory ran out: asking again would empty torch's cache each time, and a
+repeated run would not repeat its bits."""
 
 _least: ContextVar[int | None] = ContextVar("least_scores", default=0)
 
@@ -100,13 +115,17 @@ class KeptScores(NamedTuple):
 
 
 def take_room(like: Tensor, counts: ImageCounts, least: int | None) -> KeptScores | None:
-    """Memory for images on the device of `like`, or None: compute dS again."""
-    if least is None:
+    """Memory for images on the device of `like`, or None: compute dS again.
+
+    To be asked for after everything that either way needs.
+    """
+    if least is None or like.device.index in _short:
         return None
     limit, needed = scores_limit(like.device), image_bytes(counts.total)
     taken = max(needed if needed <= limit else 0, min(least, limit))
     try:
         images = like.new_empty(taken // like.element_size())
     except torch.OutOfMemoryError:
+        _short.add(like.device.index)
         return None
     return KeptScores(images, counts) if needed <= limit else None

@@ -256,9 +256,14 @@ def attention_bwd_dkv_kernel(
     pairs_ptr = delta_ptr + kv_head.to(tl.int64) * (num_blocks * B * G) * 2
     first = see_lo << log_b
     stop = see_hi << log_b
+    begin = first
+    end = stop
     full_lo = full_lo << log_b
     tokens = M >> log_h
     if KEEP:  # whole images: tiles begin at multiples of their tokens
+        tl.static_assert(BN == 64)
+        tl.static_assert(KEY_TILE == 64)
+        tl.static_assert(M == 64)
         log_rows = log_b + log_h
         if OWN:
             image = ctx_images
@@ -267,6 +272,7 @@ def attention_bwd_dkv_kernel(
             image = first_image(t, tl.load(seen_ptr + t), see_lo, log_rows)
             kept = image + ((see_hi << log_rows) + M - 1) // M <= ctx_images
         image += kv_head * groups * head_images
+        # Rows of a group that lie before or behind are read as ones that see these keys.
         first = first // tokens * tokens
         stop = tl.cdiv(stop, tokens) * tokens
         full_lo = tl.cdiv(full_lo, tokens) * tokens
@@ -275,8 +281,6 @@ def attention_bwd_dkv_kernel(
     if full == 0:
         full_lo = stop
         full_hi = stop
-    # A whole tile may reach past the last token.
-    end = tl.minimum(stop, num_blocks << log_b)
     run = tl.minimum(full_lo, end)
     # Own keys, where a tile of rows lies in one block and sees all of its keys: the mask is then a
     # comparison a key, not one a pair, and the tile as large as inside the context's run.
@@ -292,7 +296,10 @@ def attention_bwd_dkv_kernel(
     head = 0
     r = tl.arange(0, EDGE)
     for i in tl.range(0, edges * groups, num_stages=EDGE_STAGES):
-        token = tl.minimum(start + (r >> log_h), end - 1)
+        wanted = start + (r >> log_h)
+        token = tl.minimum(wanted, end - 1)
+        if KEEP and not OWN:  # own keys' rows begin with a group
+            token = tl.maximum(token, begin)
         row_head = head + (r & last_head)
         q = tl.load(rows_at(q_at, token, q_row, i) + (row_head * q_head)[:, None])
         do = tl.load(rows_at(do_at, token, do_row, i) + (row_head * D)[:, None])
@@ -303,7 +310,9 @@ def attention_bwd_dkv_kernel(
         low = tl.load(ctx_start_ptr + block)
         high = tl.load(ctx_end_ptr + block)
         # A tile may reach into the run, or past the last token.
-        real = (low <= high) & (start + (r >> log_h) < tl.where(start < full_lo, run, end))
+        real = (low <= high) & (wanted < tl.where(start < full_lo, run, end))
+        if KEEP and not OWN:
+            real = real & (wanted >= begin)
         own = block << log_b
         if OWN:
             low = own - n0
@@ -366,7 +375,7 @@ def attention_bwd_dkv_kernel(
             head += tl.where(wrap, heads, 0)
             start = tl.where(wrap, full_hi, start)
 
-    kept = (n0 + c < num_keys)[:, None]
+    stored = (n0 + c < num_keys)[:, None]
     at = key.to(tl.int64)[:, None] * (num_kv_heads * D) + kv_head * D + d
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=kept)
-    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=kept)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
+    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)

@@ -16,6 +16,7 @@ def first_image(t, seen, see_lo, log_rows):
 @triton.jit
 def keep(ds, images_ptr, image, half, kept, ROWS: tl.constexpr):
     """Store dS^T [64 keys, ROWS] as an image, or as one half of it (ROWS 32), in `keep`'s order."""
+    tl.static_assert(ROWS == 32 or ROWS == 64)
     V: tl.constexpr = ROWS // 16
     x = ds.reshape([4, 2, 8, V, 2, 4, 2]).permute((0, 3, 2, 5, 4, 1, 6)).reshape([4, V * 256])
     at = tl.arange(0, 4)[:, None] * 1024 + half * 512 + tl.arange(0, V * 256)[None, :]
@@ -34,8 +35,7 @@ def attention_bwd_delta_kernel(
     num_ctx,
     num_kv_heads,
     G,
-    log_rows,
-    ctx_images,
+    tiles_seen,
     D: tl.constexpr,
     M: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -43,8 +43,8 @@ def attention_bwd_delta_kernel(
 ):
     """delta = rowsum(out * dout) of each row, fp32 [Hkv, tokens, G]; with PAIRS (lse, delta).
 
-    NaN, and with it every gradient, if the context tiles' images are more than `ctx_images`: the
-    layout then sees more than it was told, and dK/dV keeps nothing.
+    NaN, and with it dQ and dK, if the blocks see more than the `tiles_seen` context tiles that the
+    host counted with: dK/dV then keeps nothing of tiles whose images have no room.
     """
     row = tl.program_id(0) * M + tl.arange(0, M)  # token, head: as rows lie in `out`
     inside = row < num_rows
@@ -55,8 +55,7 @@ def attention_bwd_delta_kernel(
     last = tl.cdiv(num_ctx, KEY_TILE) - 1
     seen = tl.load(seen_ptr + last) + tl.load(ranges_ptr + last * 4 + 3)
     seen -= tl.load(ranges_ptr + last * 4)
-    images = ((seen << log_rows) >> 6) + 2 * (last + 1)
-    delta = tl.where(images <= ctx_images, delta, float("nan"))
+    delta = tl.where(seen <= tiles_seen, delta, float("nan"))
     heads = num_kv_heads * G
     token = row // heads
     head = row - token * heads

@@ -1,7 +1,8 @@
 """The plain Triton attention kernels as variants: what is compiled, and why these tiles.
 
-Each Triton function is declared twice: for every architecture with pointers, and for sm_90 with
-tensor maps, which cannot describe an empty tensor and have no use at head_dim 256.
+Each that computes scores is declared twice: for every architecture with pointers, and for sm_90
+with tensor maps, which cannot describe an empty tensor and have no use at head_dim 256. Those
+around kept dS (attention_kept.py) exist for sm_90 alone.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_kernels import attention_backward, attention_forward, attention_kept
-from dflash_kernels.spec import Argument, Computed, Kernel, TensorMap, pointers
+from dflash_kernels.spec import UNUSED, Argument, Computed, Kernel, TensorMap, pointers, used_if
 
 # KEY_TILE is fixed for every architecture because the layout's `ranges` are counted in it.
 KEY_TILE = 64
 MAP_TILE = 64  # rows that one tensor map copies: keys, or rows of queries
 
-_UNUSED = Computed("0")
 _ROWS = "int64_t(num_blocks) * B"
 _ROW_TILES = f"ceil_div({_ROWS} * G, tile) * num_kv_heads"
 _CONTEXT_TILES = "ceil_div(num_ctx, tile) * num_kv_heads"
@@ -28,11 +28,6 @@ _STRIDES: dict[str, Argument] = {
 _OPTIONS: dict[str, Argument] = {"window": "i32", "causal": "i32", "scale_log2": "f32"}
 _INPUTS = pointers("q k_ctx v_ctx k_blk v_blk", "bf16*")
 _ORDER = pointers("ctx_start ctx_end doc_first doc_last", "i32*")
-
-
-def _if(needed: bool, arguments: dict[str, Argument]) -> dict[str, Argument]:
-    """The arguments where the code uses them, else as integers that cost nothing."""
-    return arguments if needed else dict.fromkeys(arguments, _UNUSED)
 
 
 def _sizes(names: str) -> dict[str, Argument]:
@@ -77,7 +72,7 @@ def _where(tma: bool, choices: dict[int, dict[str, Any]], **small: Any) -> dict[
 
 
 def _forward(tma: bool) -> Kernel:
-    maps = {f"{x}_map": _key_map(x) if tma else _UNUSED for x in ("k_ctx", "v_ctx")}
+    maps = {f"{x}_map": _key_map(x) if tma else UNUSED for x in ("k_ctx", "v_ctx")}
     return Kernel(
         name=_name("fwd", tma),
         fn=attention_forward.attention_fwd_kernel,
@@ -117,7 +112,7 @@ def _tile(**tile: int) -> dict[str, int]:
 
 
 def _dq(tma: bool) -> Kernel:
-    maps = {f"{x}_map": _key_map(x) if tma else _UNUSED for x in ("k_ctx", "v_ctx")}
+    maps = {f"{x}_map": _key_map(x) if tma else UNUSED for x in ("k_ctx", "v_ctx")}
     return Kernel(
         name=_name("bwd_dq", tma),
         fn=attention_backward.attention_bwd_dq_kernel,
@@ -157,7 +152,7 @@ def _dkv(tma: bool, own: bool, keep: bool = False) -> Kernel:
     keep: dS as well, so that dQ is one product (hopper_kept.py).
     """
     rows = {"q_map": _row_map("q"), "dout_map": _row_map("dout", contiguous=True)}
-    unused = dict.fromkeys(rows, _UNUSED)
+    unused = dict.fromkeys(rows, UNUSED)
     return Kernel(
         name=_name(("bwd_own" if own else "bwd_dkv") + ("_keep" if keep else ""), tma),
         fn=attention_backward.attention_bwd_dkv_kernel,
@@ -166,12 +161,12 @@ def _dkv(tma: bool, own: bool, keep: bool = False) -> Kernel:
         | pointers("dout", "bf16*")
         | pointers("delta", "f32*")
         | pointers("dk_ctx dv_ctx dk_blk dv_blk", "bf16*")
-        | _if(keep, pointers("images", "bf16*"))
+        | used_if(keep, pointers("images", "bf16*"))
         | pointers("ctx_start ctx_end ranges", "i32*")
-        | _if(keep, pointers("seen", "i32*"))
+        | used_if(keep, pointers("seen", "i32*"))
         | _STRIDES
         | _sizes("num_blocks num_ctx num_kv_heads")
-        | _if(keep, _sizes("head_images ctx_images"))
+        | used_if(keep, _sizes("head_images ctx_images"))
         | _sizes("B G")
         | {"heads": Computed(_HEADS if tma else "1")}
         | _OPTIONS
@@ -180,7 +175,7 @@ def _dkv(tma: bool, own: bool, keep: bool = False) -> Kernel:
         tile="BN",
         extra_host={"lse_ptr": "f32*"},
         # A number that a loop does not change is read again in each of its turns.
-        loop_spills=2,
+        loop_spills=2 * keep,
         **(
             # 64 keys and rows fill the registers: two accumulators, scores and dP make 192.
             _where(True, dict.fromkeys((64, 128), _keys(own, keep, M=MAP_TILE, EDGE_STAGES=2)))
@@ -213,9 +208,7 @@ def _delta(pairs: bool) -> Kernel:
         | pointers("lse delta", "f32*")
         | pointers("ranges seen", "i32*")
         | {"num_rows": Computed(f"int32_t({_ROWS} * num_kv_heads * G)")}
-        | _sizes("num_ctx num_kv_heads G")
-        | {"log_rows": Computed(f"log2_of(B) + log2_of{_HEADS}")}
-        | _sizes("ctx_images"),
+        | _sizes("num_ctx num_kv_heads G tiles_seen"),
         grid=f"ceil_div({_ROWS} * num_kv_heads * G, tile)",
         tile="M",
         only_sm=90,

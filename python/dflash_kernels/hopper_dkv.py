@@ -1,8 +1,8 @@
 """dK and dV of DFlash attention on Hopper; see hopper.py for the structure.
 
-Like dQ (hopper_dq.py) it recomputes P from the forward's lse, so seven products are executed for
-the five that count; in return nothing is accumulated across programs and every result is
-reproducible to the bit.
+Like dQ (hopper_dq.py) it recomputes P from the forward's lse, so that nothing is accumulated across
+programs and every result is reproducible to the bit. With KEEP it stores dS as well, and dQ is one
+product (hopper_kept.py); without, seven products are executed for the five that count.
 """
 
 from triton.experimental import gluon
@@ -58,8 +58,8 @@ def _images(
 ):
     """Image of row group 0 of a consumer's 64 keys in its head, and whether they keep any.
 
-    Keys beyond the last have none, nor has a layout that sees more than was promised: the kernel
-    that made delta has then turned every gradient into NaN.
+    Keys beyond the last have none, nor have those of a layout that sees more than was promised: the
+    kernel that made delta has then turned dQ and dK into NaN.
     """
     log_rows = blocks.log_b + blocks.log_g
     half = 2 * t + WG

@@ -1,8 +1,8 @@
 """dQ of DFlash attention from kept dS, on Hopper: five products in the backward instead of seven.
 
 Where memory allows, dK/dV keeps the dS it has in hand, in bf16 as it enters dK, and dQ = dS K is
-all that is left for dQ, where it would take S, dP and dS again. What is read twice is rounded once:
-both ways give the same bits of dS.
+all that is left for dQ, where it would take S, dP and dS again. It serves plain Triton's dK/dV
+(attention_backward.py) as well as Hopper's.
 
 An IMAGE is dS of 64 rows and 64 keys, 8 KB. Rows are grouped as in hopper.py: a GROUP is 64/G
 tokens of G heads, here called `heads` because plain Triton takes only as many as are a power of
@@ -247,7 +247,7 @@ def _sum_products(shared, WG: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def hopper_bwd_dq_kept_kernel(
+def attention_bwd_dq_kept_kernel(
     k_own_map,
     k_ctx_map,
     images_map,
@@ -284,6 +284,7 @@ def hopper_bwd_dq_kept_kernel(
     items = new_items(False)
     ring = new_ring(k_sm, STAGES)  # images share its barriers
     dq_slot = dq_sm.index(0)
+    # Heads of a group instead of all G of a key-value head.
     blocks = Blocks(ctx_start_ptr, ctx_end_ptr, num_blocks, window, causal, log_b, log_h)
     shared = (dq_map, items, ring, images_sm, dq_slot, blocks, num_head_groups, scale)
     gl.warp_specialize(

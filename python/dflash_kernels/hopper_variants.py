@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_kernels import hopper_dkv, hopper_dq, hopper_forward, hopper_kept
-from dflash_kernels.spec import Argument, Computed, Kernel, TensorMap, VectorMap, pointers
+from dflash_kernels.spec import Argument, Computed, Kernel, TensorMap, VectorMap, pointers, used_if
 
 HEAD_DIMS = (64, 128)
 # Own keys that a consumer's 64 rows attend to, rounded up to a product's worth: 64 / G tokens, or
@@ -24,7 +24,6 @@ _SIZES: dict[str, Argument] = {
     "log_b": Computed("log2_of(B)"),
     "log_g": Computed("log2_of(G)"),
 }
-_UNUSED = Computed("0")
 _SEEN = pointers("seen", "i32*")
 _BLOCK_AND_RATIO = {"B": "i32", "G": "i32"}
 _ROW_TILES = "ceil_div(int64_t(num_blocks) * B * G, 128) * num_kv_heads"
@@ -140,13 +139,13 @@ def _dkv(keep: bool) -> Kernel:
         }
         | _key_maps("k_own v_own k_ctx v_ctx", 64)
         | _key_maps("dk_own dv_own dk_ctx dv_ctx", 64, contiguous=True)
-        | (_IMAGES if keep else dict.fromkeys(_IMAGES, _UNUSED))
+        | used_if(keep, _IMAGES)
         | pointers("counter", "counter*")
         | pointers("ctx_start ctx_end ranges", "i32*")
-        | (_SEEN if keep else dict.fromkeys(_SEEN, _UNUSED))
+        | used_if(keep, _SEEN)
         | {"num_items": Computed(f"int32_t({_KEY_TILES})"), "num_blocks": sizes.pop("num_blocks")}
         | {"num_ctx": "i32"}
-        | (_IMAGE_COUNTS if keep else dict.fromkeys(_IMAGE_COUNTS, _UNUSED))
+        | used_if(keep, _IMAGE_COUNTS)
         | sizes
         | {"scale_log2": "f32", "scale": "f32"},
         **_persistent(_KEY_TILES),
@@ -163,7 +162,7 @@ def _dq_kept() -> Kernel:
     row_tiles = f"ceil_div(int64_t(num_blocks) * B * {heads}, 128) * num_kv_heads * (G / {heads})"
     return Kernel(
         name="attention_bwd_dq_kept",
-        fn=hopper_kept.hopper_bwd_dq_kept_kernel,
+        fn=hopper_kept.attention_bwd_dq_kept_kernel,
         arguments=_key_maps("k_own k_ctx", 64)
         | {
             "images_map": TensorMap(

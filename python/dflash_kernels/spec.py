@@ -72,6 +72,14 @@ def pointers(names: str, kind: str) -> dict[str, Argument]:
     return {f"{name}_ptr": kind for name in names.split()}
 
 
+UNUSED = Computed("0")
+
+
+def used_if(needed: bool, arguments: dict[str, Argument]) -> dict[str, Argument]:
+    """The arguments where the code uses them, else as integers that cost nothing."""
+    return arguments if needed else dict.fromkeys(arguments, UNUSED)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One Triton function: its launch arguments in order, its grid, and its tile choices."""
@@ -90,7 +98,7 @@ class Kernel:
     small: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Replacements where a thread block has 99 KiB of shared memory (sm_86, 89, 120, and PTX)."""
     only_sm: int = 0
-    """Written in Gluon for this one architecture; 0: plain Triton, for all."""
+    """Built for this one architecture, as everything in Gluon is; 0: for all."""
     min_sm: int = 0
     """Uses what older architectures lack; a call there is an error that names the device."""
     loop_spills: int = 0
