@@ -57,7 +57,7 @@ def predict_peak(
 def largest_scores(config: DrafterConfig, batch: BatchOptions, max_length: int) -> int:
     """Bytes of dS that a turn's backward keeps at most, were there no limit: every block at the end
     of a document of `max_length` tokens. 0 for shapes of which none is kept."""
-    blocks = min(batch.blocks_at_once, batch.anchor_budget)
+    blocks = batch.blocks_at_once
     length = min(max_length, batch.token_budget)
     counts = image_counts(
         tiles_seen=tiles_seen(blocks * length, blocks, config.context_window or length),

@@ -372,7 +372,7 @@ class _Kernels(NamedTuple):
     dkv: tuple[Callable[..., None], ...]
     """Together they make the gradients of all keys and values."""
     dkv_keep: tuple[Callable[..., None], ...]
-    """The same, keeping dS; only where `room_for_scores` finds room."""
+    """The same, keeping dS; only where `take_room` finds room."""
     extra: dict[str, int]
     memory: Tensor | None
     """Behind `extra`, to be held until the launches are queued."""
