@@ -89,7 +89,7 @@ run_step() {
     ncu) # once per kernel on shape A: the path the operator takes, and plain Triton
       path=$(tool ncu)
       [ -n "$path" ] || { failed+=(ncu); return; }
-      for run in "" "--path triton"; do
+      for run in "" "--path triton" "--recompute" "--path triton --recompute"; do
         # shellcheck disable=SC2086
         step "ncu $run" 120 "$path" --clock-control none --kernel-name "regex:^(attention|hopper)_" \
           --section SpeedOfLight --section LaunchStats --section Occupancy \

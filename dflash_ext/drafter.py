@@ -211,11 +211,11 @@ class Drafter(nn.Module):
         return self.hidden_norm(self.fc(features))
 
     def layouts(
-        self, ctx_start: Tensor, ctx_end: Tensor, num_ctx: int, visible: int | None = None
+        self, ctx_start: Tensor, ctx_end: Tensor, num_ctx: int, visible_rows: int | None = None
     ) -> dict[str, AttentionLayout]:
         """Attention layout of each layer type present, for blocks over `num_ctx` context rows.
 
-        visible: as for `build_layout`.
+        visible_rows: as for `build_layout`.
         """
         return {
             kind: build_layout(
@@ -225,7 +225,7 @@ class Drafter(nn.Module):
                 block_size=self.config.block_size,
                 window=self.config.sliding_window if kind == SLIDING else None,
                 causal=self.config.causal(kind),
-                visible=visible,
+                visible_rows=visible_rows,
             )
             for kind in sorted(set(self.config.layer_types))
         }

@@ -8,7 +8,7 @@ from torch import Tensor
 from dflash_ext.batch import PackedBatch
 from dflash_ext.config import BatchOptions
 from dflash_ext.drafter import DrafterConfig
-from dflash_ext.ops.scores import image_bytes, image_counts, tiles_seen
+from dflash_ext.ops.kept import image_bytes, image_counts, keeps, tiles_seen
 
 
 def predict_peak(
@@ -16,7 +16,7 @@ def predict_peak(
     batch: BatchOptions,
     *,
     handed_width: int,
-    logits_or_scores: int,
+    logits_or_ds: int,
     drafter_parameters: int,
     target_parameters: int,
     bytes_per_value: int,
@@ -25,8 +25,8 @@ def predict_peak(
     """Bytes of each part of a step at its largest; their sum is the predicted peak.
 
     A function of the token budget and the blocks of one backward, never of the data.
-    `handed_width`: columns of a feature batch; `logits_or_scores`: bytes of the loss's workspace
-    (`loss.workspace_bytes`) or of a layer's dS (`largest_scores`), whichever is more: the one is
+    `handed_width`: columns of a feature batch; `logits_or_ds`: bytes of the loss's workspace
+    (`loss.workspace_bytes`) or of a layer's dS (`largest_ds`), whichever is more: the one is
     gone before the other comes.
     `bytes_per_value` of the compute dtype (2 or 4), `moments`: fp32 optimizer values per parameter
     (Muon 1, AdamW 2).
@@ -50,25 +50,26 @@ def predict_peak(
         "drafter activations": config.num_layers * (T * per_context_row + rows * per_block_row)
         + rope,
         "one layer's backward": rows * (3 * F + 2 * H) * w,
-        "a chunk of logits or a layer's dS": logits_or_scores,
+        "a chunk of logits or a layer's dS": logits_or_ds,
     }
 
 
-def largest_scores(config: DrafterConfig, batch: BatchOptions, max_length: int) -> int:
+def largest_ds(config: DrafterConfig, batch: BatchOptions, max_length: int) -> int:
     """Bytes of dS that a turn's backward keeps at most, were there no limit: every block at the end
     of a document of `max_length` tokens. 0 for shapes of which none is kept."""
-    blocks = batch.blocks_at_once
-    length = min(max_length, batch.token_budget)
+    gqa_ratio = config.num_heads // config.num_kv_heads
+    if not keeps(config.block_size, gqa_ratio, config.head_dim):
+        return 0
+    blocks, length = batch.blocks_at_once, min(max_length, batch.token_budget)
     counts = image_counts(
         tiles_seen=tiles_seen(blocks * length, blocks, config.context_window or length),
         num_ctx=batch.token_budget,
         num_blocks=blocks,
         block_size=config.block_size,
         kv_heads=config.num_kv_heads,
-        gqa_ratio=config.num_heads // config.num_kv_heads,
-        head_dim=config.head_dim,
+        gqa_ratio=gqa_ratio,
     )
-    return image_bytes(counts.total) if counts else 0
+    return image_bytes(counts.total)
 
 
 def largest_batch(

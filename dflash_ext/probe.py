@@ -58,10 +58,9 @@ def time_sides(config: TrainConfig, device: torch.device) -> tuple[float, float]
     side = build_side(config, Ranks(device=device), target)
     trainer, optimizer, options = side.trainer, side.optimizer, config.batch
     data = config.data
-    longest = data.max_length if data.train else data.max_prompt_tokens + data.max_answer_tokens
     batch, anchors = largest_batch(
         options,
-        max_length=longest,
+        max_length=data.longest[1],
         block_size=trainer.drafter.config.block_size,
         vocab_size=target.vocab_size,
         limit=options.anchor_budget,

@@ -19,9 +19,9 @@ from dflash_ext.config import TrainConfig
 from dflash_ext.errors import UserError
 from dflash_ext.initialise import build_drafter, drafter_layers, export_taps
 from dflash_ext.loss import needs_teacher, workspace_bytes
-from dflash_ext.memory import largest_batch, largest_scores, predict_peak
+from dflash_ext.memory import largest_batch, largest_ds, predict_peak
 from dflash_ext.monitor import Monitor
-from dflash_ext.ops.scores import score_room, scores_limit
+from dflash_ext.ops.kept import ds_limit, room_for_ds
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.parallel import Replicas, Shards
 from dflash_ext.plan import Schedule
@@ -203,7 +203,7 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
         config,
         batch,
         handed_width=trainer.handed_width,
-        logits_or_scores=max(
+        logits_or_ds=max(
             workspace_bytes(
                 trainer.config.loss.kind,
                 trainer.config.loss.chunk_rows,
@@ -212,8 +212,8 @@ def report_memory(trainer: Trainer, target: Target, buffers: int, monitor: Monit
                 trainer.device,
             ),
             min(
-                scores_limit(trainer.device),
-                largest_scores(config, batch, trainer.config.data.longest[1]),
+                ds_limit(trainer.device),
+                largest_ds(config, batch, trainer.config.data.longest[1]),
             ),
         ),
         drafter_parameters=sum(p.numel() for p in trainer.drafter.parameters()),
@@ -288,8 +288,8 @@ def rehearse(
             side.optimizer.allocate()
             blocks = trainer.blocks(batch, anchors)
             rows = blocks.num_rows
-            scores = largest_scores(trainer.drafter.config, config.batch, max_length)
-            with side.replicas.step(), score_room(scores):
+            kept = largest_ds(trainer.drafter.config, config.batch, max_length)
+            with side.replicas.step(), room_for_ds(kept):
                 trainer.micro_step(features or _ones(trainer, batch.num_tokens), batch, blocks)
             side.optimizer.rehearse(side.replicas.reduce(trainer.no_sums()))
     except torch.OutOfMemoryError:

@@ -66,7 +66,7 @@ def case_layout(case: Case, device: str = "cpu") -> AttentionLayout:
         block_size=case.B,
         window=case.window,
         causal=case.causal,
-        visible=int((anchors - starts[doc]).sum()),
+        visible_rows=int((anchors - starts[doc]).sum()),
     )
 
 

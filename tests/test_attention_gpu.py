@@ -24,8 +24,8 @@ from dflash_ext.ops.attention import (
     forced_path,
     visible_pairs,
 )
+from dflash_ext.ops.kept import room_for_ds
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
-from dflash_ext.ops.scores import score_room
 
 pytestmark = pytest.mark.gpu
 NAMES = ("out", "dq", "dk_ctx", "dv_ctx", "dk_blk", "dv_blk")
@@ -40,7 +40,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Both what the operator chooses on this device and plain Triton, which serves everything;
     each with dS kept for dQ, and ("again") with dS computed again."""
     name, _, again = request.param.partition(" ")
-    with score_room(None if again else 0), forced_path(FORCED[name]):
+    with room_for_ds(None if again else 0), forced_path(FORCED[name]):
         yield name
 
 
@@ -288,7 +288,7 @@ def test_no_host_synchronisation() -> None:
     start, end = layout.ctx_start.clone(), layout.ctx_end.clone()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sizes = {"num_ctx": layout.num_ctx, "visible": layout.visible}
+        sizes = {"num_ctx": layout.num_ctx, "visible_rows": layout.visible_rows}
         layout = build_layout(start, end, block_size=16, **sizes)
         ours(t, layout, dout)
     finally:

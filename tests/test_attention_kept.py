@@ -21,19 +21,21 @@ from dflash_ext.ops.attention import (
     Tensors,
     dflash_attention,
     forced_path,
-    scores_of,
+    images_of_ds,
 )
-from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
-from dflash_ext.ops.scores import (
+from dflash_ext.ops.kept import (
     IMAGE_ROWS,
     ImageCounts,
+    countable,
+    ds_limit,
     image_bytes,
     image_counts,
-    score_room,
-    scores_limit,
+    keeps,
+    room_for_ds,
     take_room,
     tiles_seen,
 )
+from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
 
 BF16 = torch.bfloat16
 
@@ -53,7 +55,7 @@ def layouts(draw: st.DrawFn) -> AttentionLayout:
         num_ctx=T,
         block_size=draw(st.sampled_from((1, 4, 8, 16, 32))),
         window=draw(st.sampled_from((None, 1, 7, 64, 130))),
-        visible=int((anchors - start).sum()),
+        visible_rows=int((anchors - start).sum()),
     )
 
 
@@ -70,11 +72,7 @@ def test_images_of_tiles_fit_and_do_not_overlap(layout: AttentionLayout, gqa_rat
         block_size=layout.block_size,
         kv_heads=3,
         gqa_ratio=gqa_ratio,
-        head_dim=128,
     )
-    if block_rows > 128:
-        assert counts is None
-        return
     images, head_images, ctx_images = counts
     end = 0
     for n, (see_lo, _, _, see_hi) in enumerate(schedule.ranges.tolist()):
@@ -92,8 +90,8 @@ def test_images_of_tiles_fit_and_do_not_overlap(layout: AttentionLayout, gqa_rat
 
 def test_without_a_number_from_the_host_nothing_is_kept() -> None:
     t, layout, _ = make_inputs(CASES[0], BF16)
-    assert replace(layout, visible=None).tiles_seen is None
-    assert scores_of(Tensors(*t), replace(layout, visible=None)) is None
+    assert replace(layout, visible_rows=None).tiles_seen is None
+    assert images_of_ds(Tensors(*t), replace(layout, visible_rows=None)) is None
 
 
 def test_padding_takes_nothing_from_what_is_visible() -> None:
@@ -102,16 +100,25 @@ def test_padding_takes_nothing_from_what_is_visible() -> None:
     assert tiles_seen(-7, 4, 2**30) == tiles_seen(0, 4, 2**30) == 8
 
 
-def test_what_the_kernels_cannot_count_in_32_bits_is_not_kept() -> None:
-    sizes = dict(tiles_seen=8, block_size=32, kv_heads=1, gqa_ratio=4, head_dim=128)
-    assert image_counts(num_blocks=2**14, num_ctx=64 * 1023, **sizes) is not None
-    assert image_counts(num_blocks=2**14, num_ctx=64 * 1024, **sizes) is None
-    assert image_counts(num_blocks=1, num_ctx=64, **sizes | {"head_dim": 256}) is None
+def test_shapes_that_no_kernel_keeps_or_counts() -> None:
+    assert keeps(16, 8, 128)
+    assert keeps(32, 7, 64)  # a head a group
+    assert not keeps(32, 8, 128)
+    assert not keeps(16, 4, 256)
+    assert countable(64 * 1023, 2**14, 32, 4)
+    assert not countable(64 * 1024, 2**14, 32, 4)
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.0, torch.tensor(3)])
+def test_visible_rows_are_a_number_of_the_host(wrong: object) -> None:
+    rows = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="must be an int of at least 0, known on the host"):
+        build_layout(rows, rows, num_ctx=4, block_size=4, visible_rows=wrong)  # type: ignore
 
 
 def test_room_is_taken_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Needed and at least, within the limit; a rehearsal takes what other batches may need."""
-    monkeypatch.setattr("dflash_ext.ops.scores.scores_limit", lambda device: image_bytes(10))
+    monkeypatch.setattr("dflash_ext.ops.kept.ds_limit", lambda device: image_bytes(10))
     like = torch.empty(0, dtype=BF16)
     for total, least, taken in [(3, 0, 3), (3, 7, 7), (3, 99, 10), (10, 0, 10)]:
         room = take_room(like, ImageCounts(total, total, total), image_bytes(least))
@@ -131,14 +138,15 @@ def test_room_is_taken_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError
 
     short = set[int | None]()
-    monkeypatch.setattr("dflash_ext.ops.scores._short", short)
-    assert take_room(Full(), ImageCounts(3, 3, 3), 0) is None  # type: ignore[arg-type]
+    monkeypatch.setattr("dflash_ext.ops.kept._short", short)
+    with pytest.warns(UserWarning, match="has no memory to keep dS"):
+        assert take_room(Full(), ImageCounts(3, 3, 3), 0) is None  # type: ignore[arg-type]
     assert short == {None}
     assert take_room(like, ImageCounts(3, 3, 3), 0) is None  # and never again: bits would change
 
 
 def test_the_cpu_keeps_nothing() -> None:
-    assert scores_limit(torch.device("cpu")) == 0
+    assert ds_limit(torch.device("cpu")) == 0
 
 
 # ---- on a GPU
@@ -176,12 +184,12 @@ def needs_maps() -> None:
 def test_kept_and_recomputed_give_the_same_gradients(case: Case, path: str | None) -> None:
     needs_maps()
     t, layout, dout = make_inputs(case, BF16, "cuda")
-    assert scores_of(Tensors(*t), layout) is not None
+    assert images_of_ds(Tensors(*t), layout) is not None
     if path is None and 128 % (case.B * case.G):
         pytest.skip("takes plain Triton anyway")
     with forced_path(path):
         kept = gradients(t, layout, dout)
-        with score_room(None):
+        with room_for_ds(None):
             again = gradients(t, layout, dout)
     for a, b in zip(kept, again, strict=True):
         # delta is summed in another order: half a unit in the last place, here and there.
@@ -194,7 +202,7 @@ def test_a_layout_that_sees_more_than_promised_gives_nan() -> None:
     t, layout, dout = make_inputs(replace(SHAPES[0], padding=0), BF16, "cuda")
     for path in (None, "triton"):
         with forced_path(path):
-            for x in gradients(t, replace(layout, visible=0), dout)[:2]:
+            for x in gradients(t, replace(layout, visible_rows=0), dout)[:2]:
                 assert x.isnan().any()
 
 
@@ -202,9 +210,9 @@ def test_a_layout_that_sees_more_than_promised_gives_nan() -> None:
 def test_where_memory_is_short_scores_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_maps()
     t, layout, dout = make_inputs(SHAPES[0], BF16, "cuda")
-    with score_room(None):
+    with room_for_ds(None):
         truth = gradients(t, layout, dout)
-    monkeypatch.setattr("dflash_ext.ops.scores.SHARE", 1e-9)
+    monkeypatch.setattr("dflash_ext.ops.kept.SHARE", 1e-9)
     assert all(map(torch.equal, gradients(t, layout, dout), truth))
 
 
@@ -214,14 +222,14 @@ def test_images_past_2_to_31_elements() -> None:
     needs_maps()
     problem = make_problem(CUDA_SHAPES[3], "cuda", BF16)
     layout = problem.build_layout()
-    counts = scores_of(problem.leaves, layout)
+    counts = images_of_ds(problem.leaves, layout)
     assert counts is not None
-    if image_bytes(counts.total) > scores_limit(problem.leaves.q.device):
+    if image_bytes(counts.total) > ds_limit(problem.leaves.q.device):
         pytest.skip("this device keeps less")
     assert image_bytes(counts.total) > 2**32
     dout = torch.randn_like(problem.leaves.q)
     kept = gradients(problem.leaves, layout, dout)
-    with score_room(None):
+    with room_for_ds(None):
         again = gradients(problem.leaves, layout, dout)
     for a, b in zip(kept, again, strict=True):
         assert (a.float() - b.float()).norm() <= 2e-3 * b.float().norm()

@@ -129,7 +129,7 @@ def test_attention_as_on_cuda(
     forward, backward = operator._forward_cpu, operator._backward_cpu
     monkeypatch.setattr(operator, "_forward_cuda", lambda *a: forward(*a[:-1]))
     monkeypatch.setattr(operator, "_backward_cuda", lambda *a: backward(*a[:-2]))
-    monkeypatch.setattr(operator, "scores_of", lambda t, layout: None)
+    monkeypatch.setattr(operator, "images_of_ds", lambda t, layout: None)
     monkeypatch.setattr(operator, "forced_path", lambda name: nullcontext())
 
     kept = tmp_path / "attention_h200.json"

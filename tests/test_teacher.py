@@ -140,7 +140,7 @@ def test_checks_cover_the_last_layer():
     refused(r"expected taps \[0, 2, 3\]", tap_ids=(0, 2, 1))
 
 
-def test_memory_counts_the_last_layer_and_the_target_s_logits():
+def test_memory_counts_the_last_layer_the_target_s_logits_and_dS(monkeypatch):
     said: dict[str, str] = {}
 
     class Monitor:
@@ -165,6 +165,12 @@ def test_memory_counts_the_last_layer_and_the_target_s_logits():
     assert buffers == pytest.approx(3 * wider, abs=1.1)
     logits = {k: part(said[k], "a chunk of logits or a layer's dS") for k in said}
     assert logits["kl"] == pytest.approx(1.5 * logits["ce"], abs=2)  # two sides, one temporary
+
+    monkeypatch.setattr("dflash_ext.startup.largest_ds", lambda *sizes: 900 << 20)
+    monkeypatch.setattr("dflash_ext.startup.ds_limit", lambda device: 700 << 20)
+    kind = "kept"
+    report_memory(trainer, target, 3, Monitor())
+    assert part(said["kept"], "a chunk of logits or a layer's dS") == 700
 
 
 @pytest.mark.parametrize(

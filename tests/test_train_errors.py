@@ -19,7 +19,7 @@ from dflash_ext.comparison import Comparison, encoded_prompts, short_names
 from dflash_ext.config import DataOptions, DrafterOptions, EvalOptions, TargetOptions
 from dflash_ext.data.store import StoreWriter, TokenStore
 from dflash_ext.errors import UserError
-from dflash_ext.ops.scores import least_scores
+from dflash_ext.ops.kept import least_ds
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.samples import split
 from dflash_ext.target import Target
@@ -105,7 +105,7 @@ def test_the_rehearsal_has_moments_and_gradients_and_evaluation_is_named(
         assert all(p.grad is not None for p in self.drafter.parameters())
         held = [p for o in kept[0].optimizers for p in o.state]
         assert {id(p) for p in held} == {id(p) for p in self.drafter.parameters()}
-        assert least_scores() > 1e5  # the backward takes what dS of long documents would need
+        assert least_ds() > 1e5  # the backward takes what dS of long documents would need
         micro_step(self, *args)
         raise Rehearsed
 

@@ -26,9 +26,9 @@ from dflash_ext.drafter import Drafter
 from dflash_ext.errors import FeatureError, UserError
 from dflash_ext.initialise import drafter_config
 from dflash_ext.loss import vocabulary_loss
-from dflash_ext.memory import largest_batch, largest_scores, predict_peak
+from dflash_ext.memory import largest_batch, largest_ds, predict_peak
 from dflash_ext.metrics import slot_sums, summarise
-from dflash_ext.ops.scores import image_bytes, image_counts
+from dflash_ext.ops.kept import image_bytes, image_counts
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.pipeline import Book, InProcess
 from dflash_ext.plan import Schedule
@@ -344,7 +344,7 @@ def test_no_turn_has_more_scores_than_the_rehearsal(layers, window):
     kinds = {"layer_types": (layers,) * 2, "num_layers": 2, "sliding_window": window}
     drafter = make(head_dim=64, **kinds)
     options = BatchOptions(token_budget=3000, max_documents=64, anchor_budget=90, anchor_chunk=33)
-    most = largest_scores(drafter.config, options, 700)
+    most = largest_ds(drafter.config, options, 700)
     rng = np.random.default_rng(0)
     seen = []
     for _ in range(50):
@@ -367,7 +367,6 @@ def test_no_turn_has_more_scores_than_the_rehearsal(layers, window):
                     block_size=layout.block_size,
                     kv_heads=drafter.config.num_kv_heads,
                     gqa_ratio=drafter.config.num_heads // drafter.config.num_kv_heads,
-                    head_dim=drafter.config.head_dim,
                 )
                 seen.append(image_bytes(counts.total))
     assert most / 6 < max(seen) <= most
@@ -402,7 +401,7 @@ def test_predicted_activations_are_what_autograd_keeps(dtype, T, N):
         drafter.config,
         BatchOptions(token_budget=T, anchor_budget=N),
         handed_width=drafter.config.feature_width,
-        logits_or_scores=0,
+        logits_or_ds=0,
         drafter_parameters=count,
         target_parameters=0,
         bytes_per_value=features.element_size(),

@@ -29,8 +29,8 @@ from dflash_kernels import layout as layout_kernels  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from dflash_ext.ops.attention import visible_pairs  # noqa: E402
+from dflash_ext.ops.kept import ImageCounts, image_counts  # noqa: E402
 from dflash_ext.ops.layout import AttentionLayout, Schedule, schedule_reference  # noqa: E402
-from dflash_ext.ops.scores import ImageCounts, image_counts  # noqa: E402
 
 KEY_TILE = 16  # small tiles: full, partial and empty tiles all occur in small problems
 
@@ -159,17 +159,14 @@ KEPT_KEYS = 64  # keys and rows of an image
 
 def images_of(layout: AttentionLayout, kv_heads: int, gqa_ratio: int) -> ImageCounts:
     assert layout.tiles_seen is not None
-    counts = image_counts(
+    return image_counts(
         tiles_seen=layout.tiles_seen,
         num_ctx=layout.num_ctx,
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
         kv_heads=kv_heads,
         gqa_ratio=gqa_ratio,
-        head_dim=64,
     )
-    assert counts is not None
-    return counts
 
 
 def dq_of_images(

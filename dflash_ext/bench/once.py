@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
 
 import torch
 
@@ -11,19 +10,21 @@ from dflash_ext.bench.problem import make_problem
 from dflash_ext.bench.shapes import CUDA_SHAPES
 from dflash_ext.errors import UserError
 from dflash_ext.ops import attention as operator
+from dflash_ext.ops.kept import room_for_ds
 
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m dflash_ext.bench once")
     parser.add_argument("--shape", choices=[s.name for s in CUDA_SHAPES], default="A")
     parser.add_argument("--path", choices=("triton",), default=None, help="force a kernel path")
+    parser.add_argument("--recompute", action="store_true", help="dS again for dQ, not kept")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise UserError("`bench once` is for a profiler on a GPU, and torch sees none here")
     shape = next(s for s in CUDA_SHAPES if s.name == args.shape)
     problem = make_problem(shape, "cuda", torch.bfloat16)
     layout = problem.build_layout()
-    with operator.forced_path(args.path) if args.path else nullcontext():
+    with operator.forced_path(args.path), room_for_ds(None if args.recompute else 0):
         path = operator.attention_path(problem.leaves, layout)
         out = operator.dflash_attention(*problem.leaves, layout)
         torch.autograd.grad(out, problem.leaves, torch.ones_like(out))

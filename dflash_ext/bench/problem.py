@@ -18,8 +18,8 @@ from dflash_ext.bench.timing import Run
 from dflash_ext.blocks import visible_rows
 from dflash_ext.ops import attention as operator
 from dflash_ext.ops.attention import Tensors, dflash_attention
+from dflash_ext.ops.kept import bytes_for, room_for_ds
 from dflash_ext.ops.layout import AttentionLayout, build_layout
-from dflash_ext.ops.scores import image_bytes, score_room, scores_limit
 
 FORWARD_FLOPS = 4
 BACKWARD_FLOPS = 10
@@ -31,7 +31,7 @@ class Problem:
     leaves: Tensors
     ctx_start: Tensor
     ctx_end: Tensor
-    visible: int
+    visible_rows: int
 
     def build_layout(self) -> AttentionLayout:
         return build_layout(
@@ -41,7 +41,7 @@ class Problem:
             block_size=self.shape.B,
             window=self.shape.window,
             causal=self.shape.causal,
-            visible=self.visible,
+            visible_rows=self.visible_rows,
         )
 
 
@@ -96,8 +96,8 @@ def without_window(problem: Problem) -> Problem:
     full = sum(max(window - 1 - slot, 0) for slot in range(B)) + own
     length = max(round((full - B * B) / B), 0)
     start = torch.maximum(problem.ctx_start, problem.ctx_end - length)
-    visible = min(problem.visible, length * problem.shape.num_blocks)
-    return replace(plain, ctx_start=start, visible=visible)
+    most = length * problem.shape.num_blocks
+    return replace(plain, ctx_start=start, visible_rows=min(problem.visible_rows, most))
 
 
 def gradient_run(out: Tensor, leaves: Sequence[Tensor]) -> Run:
@@ -107,9 +107,8 @@ def gradient_run(out: Tensor, leaves: Sequence[Tensor]) -> Run:
 
 def kept_bytes(problem: Problem, layout: AttentionLayout) -> int:
     """Of dS between the backward's kernels; 0 where it is computed again."""
-    counts = operator.scores_of(problem.leaves, layout)
-    needed = image_bytes(counts.total) if counts else 0
-    return needed if needed <= scores_limit(problem.leaves.q.device) else 0
+    counts = operator.images_of_ds(problem.leaves, layout)
+    return bytes_for(counts, problem.leaves.q.device) if counts else 0
 
 
 def operator_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
@@ -124,7 +123,7 @@ def operator_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
 
 def recomputed_run(problem: Problem, layout: AttentionLayout, path: str | None) -> Run:
     """A backward that computes dS again for dQ, on a forced path or the operator's own."""
-    with score_room(None), operator.forced_path(path):
+    with room_for_ds(None), operator.forced_path(path):
         return gradient_run(dflash_attention(*problem.leaves, layout), problem.leaves)
 
 

@@ -35,9 +35,9 @@ from dflash_ext.config import OptimOptions
 from dflash_ext.errors import UserError
 from dflash_ext.fp8 import fits_fp8
 from dflash_ext.loss import LossOutput, quantised_head
-from dflash_ext.memory import largest_scores
+from dflash_ext.memory import largest_ds
 from dflash_ext.metrics import slot_sums
-from dflash_ext.ops.scores import score_room
+from dflash_ext.ops.kept import room_for_ds
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.rates import drafter_operations
 from dflash_ext.startup import release
@@ -222,7 +222,7 @@ def walk(drafter: str, device: str, steps: int, blocks_at_once: int, largest: in
 
     # The largest legal batch is step 0, as in training.
     options = dataclasses.replace(trainer.config.batch, token_budget=largest)
-    with score_room(largest_scores(trainer.drafter.config, options, largest // 2)):
+    with room_for_ds(largest_ds(trainer.drafter.config, options, largest // 2)):
         timed.step(problem(0, full=True), optimizer)
     reserved, ratios = [], []
     for seed in range(1, steps + 1):

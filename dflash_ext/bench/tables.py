@@ -38,7 +38,7 @@ PASSES = [
     ("TFLOP/s", "tflops", "{:.0f}"),
     ("× product (floor → goal: reached)", "over_product", "{}"),
     ("plain Triton, × product", "triton_over_product", "{}"),
-    ("dS again, × product", "recomputed", "{}"),
+    ("dS recomputed, × product", "recomputed", "{}"),
     ("× flex", "over_flex", "{}"),
     ("× cuDNN", "over_cudnn", "{:.2f}"),
 ]
@@ -151,8 +151,8 @@ def attention_table(shapes: Rows) -> str:
     if any(row.get("kept_gb") for row in shapes):
         kept = ", ".join(f"{row['kept_gb']:.2g}" for row in shapes)
         text += (
-            f" The backward keeps dS between its kernels, {kept} GB; *dS again*: where there is no"
-            " such memory."
+            f" The backward keeps dS between its kernels, {kept} GB; *dS recomputed*: where there"
+            " is no such memory."
         )
     layouts = [row["layout_ms"] for row in shapes if "layout_ms" in row]
     if layouts:

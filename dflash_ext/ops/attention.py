@@ -19,16 +19,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dflash_ext import _C
-from dflash_ext.ops.layout import AttentionLayout
-from dflash_ext.ops.rows import check_pointer, place, readable
-from dflash_ext.ops.scores import (
+from dflash_ext.ops.kept import (
+    MAP_HEAD_DIMS,
     ImageCounts,
-    KeptScores,
+    KeptDS,
+    countable,
     image_counts,
-    least_scores,
+    keeps,
+    least_ds,
     reads_by_maps,
     take_room,
 )
+from dflash_ext.ops.layout import AttentionLayout
+from dflash_ext.ops.rows import check_pointer, place, readable
 
 HEAD_DIMS = (64, 128, 256)
 MAX_GQA_RATIO = 16
@@ -37,8 +40,7 @@ CUDA_DTYPES = (torch.bfloat16,)
 # The CUDA kernels copy 16 bytes at a time and were promised strides in multiples of 16 elements.
 STRIDE_ALIGNMENT = 16
 # The Hopper kernels (TMA, wgmma) take tiles of 128 rows, each a whole number of blocks, and are
-# compiled for these head dims and numbers of own keys.
-HOPPER_HEAD_DIMS = (64, 128)
+# compiled for these numbers of own keys.
 HOPPER_TILE = 128
 HOPPER_OWN_TILES = (16, 32, 64)
 TENSOR_NAMES = ("q", "k_ctx", "v_ctx", "k_blk", "v_blk")
@@ -204,7 +206,7 @@ def _tensor_maps_fit(t: Tensors, layout: AttentionLayout) -> bool:
     """Whether the device has kernels that read by tensor maps, and maps can describe t."""
     return (
         reads_by_maps(t.q.device)
-        and t.q.shape[2] in HOPPER_HEAD_DIMS
+        and t.q.shape[2] in MAP_HEAD_DIMS
         and layout.num_ctx > 0  # a tensor map has no empty tensors
         and layout.num_blocks > 0
         and t.q.shape[0] * t.q.shape[1] < 2**31  # rows of all heads, as TMA counts them
@@ -229,7 +231,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*t, out, lse)
         # Chosen here because autograd's threads know nothing of `forced_path`.
         ctx.layout, ctx.scale, ctx.path = layout, scale, _backward_path(t, layout, path)
-        ctx.least_scores = least_scores()
+        ctx.least_ds = least_ds()
         return out
 
     @staticmethod
@@ -242,7 +244,7 @@ class _Attention(torch.autograd.Function):
             grads = _backward_cpu(t, out, lse, grad_out, ctx.layout, ctx.scale)
         else:
             saved = (t, out, lse, grad_out, ctx.layout, ctx.scale, ctx.path)
-            grads = _backward_cuda(*saved, ctx.least_scores)
+            grads = _backward_cuda(*saved, ctx.least_ds)
         return (*grads, None, None)
 
 
@@ -417,9 +419,12 @@ def _forward_cuda(
     return out, lse
 
 
-def scores_of(t: Tensors, layout: AttentionLayout) -> ImageCounts | None:
-    """Images of dS that a backward fills at most, or None: it cannot keep dS (scores.py)."""
+def images_of_ds(t: Tensors, layout: AttentionLayout) -> ImageCounts | None:
+    """Images of dS that a backward fills at most, or None: it cannot keep dS (kept.py)."""
+    sizes = layout.block_size, _gqa_ratio(t)
     if layout.tiles_seen is None or not _tensor_maps_fit(t, layout):
+        return None
+    if not (keeps(*sizes, t.q.shape[2]) and countable(layout.num_ctx, layout.num_blocks, *sizes)):
         return None
     return image_counts(
         tiles_seen=layout.tiles_seen,
@@ -428,7 +433,6 @@ def scores_of(t: Tensors, layout: AttentionLayout) -> ImageCounts | None:
         block_size=layout.block_size,
         kv_heads=t.k_blk.shape[1],
         gqa_ratio=_gqa_ratio(t),
-        head_dim=t.q.shape[2],
     )
 
 
@@ -440,7 +444,7 @@ def _backward_cuda(
     layout: AttentionLayout,
     scale: float,
     path: str,
-    least_scores: int | None,
+    least_ds: int | None,
 ) -> list[Tensor]:
     dq, dk_ctx, dv_ctx, dk_blk, dv_blk = grads = [_contiguous_like(x) for x in t]
     # rowsum(out * dout) per row; the plain kernels keep pairs (lse, delta) there.
@@ -461,8 +465,8 @@ def _backward_cuda(
         "dk_blk_ptr": dk_blk.data_ptr(),
         "dv_blk_ptr": dv_blk.data_ptr(),
     }
-    counts = scores_of(t, layout)
-    kept = None if counts is None else take_room(t.q, counts, least_scores)
+    counts = images_of_ds(t, layout)
+    kept = None if counts is None else take_room(t.q, counts, least_ds)
     if kept is None:
         kernels.dq(out_ptr=out.data_ptr(), dq_ptr=dq.data_ptr(), **_order(layout), **shared)
         for launch in kernels.dkv:
@@ -475,7 +479,7 @@ def _backward_cuda(
     return grads
 
 
-def _images(kept: KeptScores, layout: AttentionLayout) -> dict[str, int]:
+def _images(kept: KeptDS, layout: AttentionLayout) -> dict[str, int]:
     assert layout.schedule is not None
     return {
         "seen_ptr": layout.schedule.seen.data_ptr(),
@@ -509,9 +513,7 @@ def _make_delta(
     )
 
 
-def _sum_kept(
-    t: Tensors, dq: Tensor, layout: AttentionLayout, scale: float, kept: KeptScores
-) -> None:
+def _sum_kept(t: Tensors, dq: Tensor, layout: AttentionLayout, scale: float, kept: KeptDS) -> None:
     """dQ = scale * dS K."""
     assert layout.schedule is not None
     counter = _new_counter(t)

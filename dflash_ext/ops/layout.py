@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from dflash_ext import _C
+from dflash_ext.ops.kept import tiles_seen
 from dflash_ext.ops.rows import place
-from dflash_ext.ops.scores import tiles_seen
 
 BLOCK_SIZES = (4, 8, 16, 32)
 """Of a drafter. The kernels also take blocks of one token: that is causal attention (causal.py)."""
@@ -56,9 +56,9 @@ class AttentionLayout:
     """Sliding window W: slot k of a block anchored at a sees context rows j >= a + k - W + 1."""
     causal: bool = False
     """Slot k sees slots m <= k of its block only."""
-    visible: int | None = None
+    visible_rows: int | None = None
     """At least the sum of the real blocks' ctx_end - ctx_start, where it is known on the host: lets
-    the backward keep dS between its kernels (scores.py) if there is memory for it."""
+    the backward keep dS between its kernels (kept.py) if there is memory for it."""
     schedule: Schedule | None = None
     """Present on CUDA; the CPU kernels need none."""
 
@@ -74,9 +74,9 @@ class AttentionLayout:
     @property
     def tiles_seen(self) -> int | None:
         """At least the context tiles that the blocks see, summed over blocks; None: not known."""
-        if self.visible is None:
+        if self.visible_rows is None:
             return None
-        return tiles_seen(self.visible, self.num_blocks, self.window_or_none)
+        return tiles_seen(self.visible_rows, self.num_blocks, self.window_or_none)
 
 
 def build_layout(
@@ -87,14 +87,14 @@ def build_layout(
     block_size: int,
     window: int | None = None,
     causal: bool = False,
-    visible: int | None = None,
+    visible_rows: int | None = None,
 ) -> AttentionLayout:
     """Layout of one layer type for a packed batch, on the device of its inputs.
 
     ctx_start, ctx_end: int32 or int64 [N], sorted. No host synchronisation: on CUDA one kernel
-    derives the schedule. visible: the sum of ctx_end - ctx_start over blocks that are no padding
-    (or more), if the caller has it on the host; too small a number makes the gradients of queries
-    and keys NaN. Raises ValueError on unsupported options or shapes.
+    derives the schedule. visible_rows (int): the sum of ctx_end - ctx_start over blocks that are no
+    padding, or more, if the caller has it on the host; too small a number makes the gradients of
+    queries and keys NaN. Raises ValueError on unsupported options or shapes.
     """
     if block_size not in (1, *BLOCK_SIZES):
         raise ValueError(f"block_size {block_size} is not supported: use one of {BLOCK_SIZES}")
@@ -107,6 +107,11 @@ def build_layout(
         raise ValueError(f"ctx_start is on {ctx_start.device}, ctx_end on {ctx_end.device}")
     if window is not None and window < 1:
         raise ValueError(f"window {window} must be at least 1, or None for full attention")
+    if visible_rows is not None and not (isinstance(visible_rows, int) and visible_rows >= 0):
+        raise ValueError(
+            f"visible_rows {visible_rows!r} must be an int of at least 0, known on the host, or "
+            "None: leave it out"
+        )
     if not 0 <= num_ctx < NO_WINDOW:
         raise ValueError(f"num_ctx {num_ctx} must be in [0, 2**30)")
     layout = AttentionLayout(
@@ -116,7 +121,7 @@ def build_layout(
         block_size,
         window,
         causal,
-        visible,
+        visible_rows,
     )
     if ctx_start.device.type != "cuda":
         return layout

@@ -15,7 +15,7 @@ def first_image(t, seen, see_lo, log_rows):
 
 @triton.jit
 def keep(ds, images_ptr, image, half, kept, ROWS: tl.constexpr):
-    """Store dS^T [64 keys, ROWS] as an image, or as one half of it (ROWS 32), in `keep`'s order."""
+    """Store dS^T [64 keys, ROWS] as an image, or as one half of it (ROWS 32): hopper_kept.py."""
     tl.static_assert(ROWS == 32 or ROWS == 64)
     V: tl.constexpr = ROWS // 16
     x = ds.reshape([4, 2, 8, V, 2, 4, 2]).permute((0, 3, 2, 5, 4, 1, 6)).reshape([4, V * 256])

@@ -24,7 +24,6 @@ _SIZES: dict[str, Argument] = {
     "log_b": Computed("log2_of(B)"),
     "log_g": Computed("log2_of(G)"),
 }
-_SEEN = pointers("seen", "i32*")
 _BLOCK_AND_RATIO = {"B": "i32", "G": "i32"}
 _ROW_TILES = "ceil_div(int64_t(num_blocks) * B * G, 128) * num_kv_heads"
 _KEY_TILES = f"(ceil_div(num_ctx, 128) + ceil_div({_ROWS}, 128)) * num_kv_heads"
@@ -122,6 +121,7 @@ def _dq(own: int, keys: int = 128) -> Kernel:
 
 
 _IMAGES = pointers("images", "bf16*")
+_SEEN = pointers("seen", "i32*")
 _IMAGE_COUNTS: dict[str, Argument] = {"head_images": "i32", "ctx_images": "i32"}
 
 
@@ -203,7 +203,7 @@ def _dq_kept() -> Kernel:
         }
         | {"scale": "f32"},
         **_persistent(row_tiles),
-        # 32 or 24 KB a stage; on their way to cover a trip to DRAM must be 33 KB.
+        # 32 or 24 KB a stage: several trips to DRAM (26 KB each) are on their way.
         choices={d: dict(STAGES=6 if d == 128 else 8, **_WARPS) for d in HEAD_DIMS},
         extra_host=_BLOCK_AND_RATIO | {"num_kv_heads": "i32"},
     )
