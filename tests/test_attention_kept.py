@@ -5,7 +5,10 @@ The images themselves are tested in test_triton_interpreter.py.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from dflash_ext import _C
 from dflash_ext.bench.problem import make_problem
 from dflash_ext.bench.shapes import CUDA_SHAPES
 from dflash_ext.blocks import visible_rows
+from dflash_ext.ops import attention as operator
 from dflash_ext.ops.attention import (
     Tensors,
     dflash_attention,
@@ -37,6 +41,7 @@ from dflash_ext.ops.kept import (
 )
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 BF16 = torch.bfloat16
 
 
@@ -147,6 +152,64 @@ def test_room_is_taken_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cpu_keeps_nothing() -> None:
     assert ds_limit(torch.device("cpu")) == 0
+
+
+class Launchers:
+    """Stands for `dflash_ext._C`: a call must name exactly what the kernel's launcher takes."""
+
+    KEY_TILE = _C.KEY_TILE
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        from dflash_kernels.variants import kernel_named
+
+        kernel = kernel_named(name)
+
+        def launch(*, device: int, stream: int, head_dim: int, **host: float) -> None:
+            assert set(host) == set(kernel.host), name
+            self.launched.append(name)
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("path", "least", "expected"),
+    [
+        ("hopper", 0, ["attention_bwd_delta", "hopper_bwd_dkv_keep", "attention_bwd_dq_kept"]),
+        ("hopper", None, ["hopper_bwd_dq_own16", "hopper_bwd_dkv"]),
+        (
+            "triton",
+            0,
+            [
+                "attention_bwd_delta_pairs",
+                "attention_tma_bwd_dkv_keep",
+                "attention_tma_bwd_own_keep",
+                "attention_bwd_dq_kept",
+            ],
+        ),
+        ("triton", None, [f"attention_tma_bwd_{k}" for k in ("dq", "dkv", "own")]),
+    ],
+)
+def test_backward_launches_what_the_launchers_take(
+    path: str, least: int | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="pip install -e '.[kernels]' brings it")
+    case = Case("launches", (70, 30), (3, 40, 90), B=16, G=4, D=128)
+    t, layout, dout = make_inputs(case, BF16)
+    layout = replace(layout, schedule=schedule_reference(layout))
+    fake = Launchers()
+    monkeypatch.setattr(operator, "_C", fake)
+    monkeypatch.setattr(operator, "reads_by_maps", lambda device: True)
+    monkeypatch.setattr("dflash_ext.ops.kept.ds_limit", lambda device: 1 << 30)
+    monkeypatch.setattr(
+        operator, "place", lambda x, head_dim=0: dict(device=0, stream=7, head_dim=head_dim)
+    )
+    lse = torch.zeros(case.G, t[0].shape[0])
+    made = operator._backward_cuda(Tensors(*t), t[0], lse, dout, layout, 0.1, path, least)
+    assert [x.shape for x in made] == [x.shape for x in t]
+    assert fake.launched == expected
 
 
 # ---- on a GPU

@@ -129,6 +129,35 @@ print(json.dumps(dict(maps=maps(), grid=last().grid)))
     assert r["grid"] == (-(-300 // 128) + 1) * 2
 
 
+def test_dq_of_kept_scores_reads_images_of_head_groups(stub: dict[str, Path]) -> None:
+    """G 6 is three groups of two heads; 70 images each in front of those of own keys."""
+    script = """
+stub.stub_expect_params(53)
+_C.attention_bwd_dq_kept(device=0, stream=0, head_dim=128, k_blk_ptr=4096, k_blk_row=256, k_blk_head=128,
+    k_ctx_ptr=8192, k_ctx_row=512, k_ctx_head=128, images_ptr=1 << 20, dq_ptr=2 << 20, counter_ptr=640,
+    ctx_start_ptr=3, ctx_end_ptr=4, doc_first_ptr=5, doc_last_ptr=6, ranges_ptr=7, seen_ptr=8, num_blocks=5,
+    num_ctx=300, num_kv_heads=2, head_images=75, ctx_images=70, window=9, causal=1, scale=0.5, B=8, G=6)
+r = last()
+print(json.dumps(dict(maps=maps(), grid=r.grid, symbol=stub.stub_load(r.load).contents.symbol.decode(),
+    memset=stub.stub_last_memset(), params=[p & 0xFFFFFFFF for p in r.params][28:51])))
+"""
+    r = result(run(stub["plain"], script))
+    images = {"address": 1 << 20, "extents": [64, 1, 75 * 6 * 64], "strides": [128, 128]}
+    images |= {"box": [64, 1, 64], "type": BF16, "swizzle": SWIZZLE_128}
+    dq = row_map(2 << 20, 12 * 128, 128) | {"extents": [128, 12, 40], "box": [64, 2, 32]}
+    own = key_map(4096, 40, 256, 128, 64)
+    assert r["maps"] == [own, key_map(8192, 300, 512, 128, 64), images, dq]
+    assert r["symbol"] == "attention_bwd_dq_kept_kernel"
+    assert r["memset"] == 640
+    items = -(-5 * 8 * 2 // 128) * 2 * 3
+    assert r["grid"] == items
+    half = 0x3F000000
+    # counter, intervals, document ends, tables; items, blocks, tokens, head groups, groups a
+    # key-value head, images; window, causal, log2 of B and of a group's heads
+    numbers = [items, 5, 300, 6, 3, 75, 70, 9, 1, 3, 1, half]
+    assert r["params"][:19] == [640, 3, 4, 5, 6, 7, 8, *numbers]
+
+
 def test_maps_are_encoded_in_a_thread_without_a_context(stub: dict[str, Path]) -> None:
     """As in autograd's threads: the launcher brings the context for the encoding too."""
     script = """
