@@ -86,7 +86,7 @@ run_step() {
           python3 -m pytest -q -x -p no:cacheprovider -m gpu tests/test_vocabulary_gpu.py -k 12345
       done
       unset PYTORCH_NO_CUDA_MEMORY_CACHING ;;
-    ncu) # once per kernel on shape A: the path the operator takes, and plain Triton
+    ncu) # once per kernel on shape A: the operator's path and plain Triton's, dS kept and recomputed
       path=$(tool ncu)
       [ -n "$path" ] || { failed+=(ncu); return; }
       for run in "" "--path triton" "--recompute" "--path triton --recompute"; do

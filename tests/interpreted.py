@@ -29,12 +29,19 @@ def memory(address: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytes_, dtype=dtype)
 
 
-class Interpreter:
-    """Stands for `dflash_ext._C`; rows are `dtype` where the kernels have bf16."""
+def placed(x: torch.Tensor, head_dim: int = 0) -> dict[str, int]:
+    """Stands for `rows.place`."""
+    return dict(device=0, stream=7, head_dim=head_dim)
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+
+class Launchers:
+    """Stands for `dflash_ext._C`: a call must name exactly what the kernel's launcher takes."""
+
+    def __init__(self) -> None:
         self.launched: list[str] = []
+
+    def run(self, kernel: Any, head_dim: int, host: dict[str, Any]) -> None:
+        """What a launch does, once it is found to be right."""
 
     def __getattr__(self, name: str) -> Any:
         from dflash_kernels.variants import kernel_named
@@ -45,16 +52,27 @@ class Interpreter:
             assert (device, stream) == (0, 7)
             assert set(host) == set(kernel.host)
             self.launched.append(name)
-            constants = kernel.constants(head_dim, small=False)
-            constants.pop("num_warps")
-            grid = kernel.grid
-            scope = {"ceil_div": lambda a, b: -(-a // b), "int64_t": int} | host
-            programs = eval(grid, scope | {"tile": constants[kernel.tile]})
-            if programs:
-                arguments = [self.argument(kernel.host[n], host[n]) for n in kernel.arguments]
-                kernel.fn[(programs,)](*arguments, **constants)
+            self.run(kernel, head_dim, host)
 
         return launch
+
+
+class Interpreter(Launchers):
+    """Runs the kernels; rows are `dtype` where they have bf16."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def run(self, kernel: Any, head_dim: int, host: dict[str, Any]) -> None:
+        constants = kernel.constants(head_dim, small=False)
+        constants.pop("num_warps")
+        grid = kernel.grid
+        scope = {"ceil_div": lambda a, b: -(-a // b), "int64_t": int} | host
+        programs = eval(grid, scope | {"tile": constants[kernel.tile]})
+        if programs:
+            arguments = [self.argument(kernel.host[n], host[n]) for n in kernel.arguments]
+            kernel.fn[(programs,)](*arguments, **constants)
 
     def argument(self, kind: str, value: Any) -> Any:
         from dflash_kernels.spec import TYPES
@@ -77,9 +95,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> Iterator
             patch.setattr(module, "_C", interpreter)
         patch.setattr(rows, "DTYPES", (dtype,))
         patch.setattr(rows, "has_kernels", lambda x: x.dtype == dtype)
-        patch.setattr(
-            rows, "place", lambda x, head_dim=0: dict(device=0, stream=7, head_dim=head_dim)
-        )
+        patch.setattr(rows, "place", placed)
         patch.setattr(rows, "resident_programs", lambda x, per: PROGRAMS)
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True)  # fills new memory with NaN

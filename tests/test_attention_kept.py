@@ -5,16 +5,14 @@ The images themselves are tested in test_triton_interpreter.py.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from attention_cases import CASES, Case, make_inputs
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreted import Launchers, placed
 
 from dflash_ext import _C
 from dflash_ext.bench.problem import make_problem
@@ -33,7 +31,6 @@ from dflash_ext.ops.kept import (
     countable,
     ds_limit,
     image_bytes,
-    image_counts,
     keeps,
     room_for_ds,
     take_room,
@@ -41,7 +38,6 @@ from dflash_ext.ops.kept import (
 )
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 BF16 = torch.bfloat16
 
 
@@ -70,15 +66,7 @@ def test_images_of_tiles_fit_and_do_not_overlap(layout: AttentionLayout, gqa_rat
     viewers = (schedule.ranges[:, 3] - schedule.ranges[:, 0]).sum()
     assert viewers <= layout.tiles_seen
     block_rows = layout.block_size * (gqa_ratio & -gqa_ratio)
-    counts = image_counts(
-        tiles_seen=layout.tiles_seen,
-        num_ctx=layout.num_ctx,
-        num_blocks=layout.num_blocks,
-        block_size=layout.block_size,
-        kv_heads=3,
-        gqa_ratio=gqa_ratio,
-    )
-    images, head_images, ctx_images = counts
+    images, head_images, ctx_images = layout.images(3, gqa_ratio)
     end = 0
     for n, (see_lo, _, _, see_hi) in enumerate(schedule.ranges.tolist()):
         # Row groups that see any of the tile, and one that sees nothing where there are none.
@@ -154,26 +142,6 @@ def test_the_cpu_keeps_nothing() -> None:
     assert ds_limit(torch.device("cpu")) == 0
 
 
-class Launchers:
-    """Stands for `dflash_ext._C`: a call must name exactly what the kernel's launcher takes."""
-
-    KEY_TILE = _C.KEY_TILE
-
-    def __init__(self) -> None:
-        self.launched: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        from dflash_kernels.variants import kernel_named
-
-        kernel = kernel_named(name)
-
-        def launch(*, device: int, stream: int, head_dim: int, **host: float) -> None:
-            assert set(host) == set(kernel.host), name
-            self.launched.append(name)
-
-        return launch
-
-
 @pytest.mark.parametrize(
     ("path", "least", "expected"),
     [
@@ -203,9 +171,7 @@ def test_backward_launches_what_the_launchers_take(
     monkeypatch.setattr(operator, "_C", fake)
     monkeypatch.setattr(operator, "reads_by_maps", lambda device: True)
     monkeypatch.setattr("dflash_ext.ops.kept.ds_limit", lambda device: 1 << 30)
-    monkeypatch.setattr(
-        operator, "place", lambda x, head_dim=0: dict(device=0, stream=7, head_dim=head_dim)
-    )
+    monkeypatch.setattr(operator, "place", placed)
     lse = torch.zeros(case.G, t[0].shape[0])
     made = operator._backward_cuda(Tensors(*t), t[0], lse, dout, layout, 0.1, path, least)
     assert [x.shape for x in made] == [x.shape for x in t]

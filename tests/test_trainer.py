@@ -28,7 +28,7 @@ from dflash_ext.initialise import drafter_config
 from dflash_ext.loss import vocabulary_loss
 from dflash_ext.memory import largest_batch, largest_ds, predict_peak
 from dflash_ext.metrics import slot_sums, summarise
-from dflash_ext.ops.kept import image_bytes, image_counts
+from dflash_ext.ops.kept import image_bytes
 from dflash_ext.optim import DrafterOptimizer
 from dflash_ext.pipeline import Book, InProcess
 from dflash_ext.plan import Schedule
@@ -360,14 +360,8 @@ def test_no_turn_has_more_scores_than_the_rehearsal(layers, window):
             num_ctx = len(torch.arange(batch.num_tokens)[rows])
             made = drafter.layouts(blocks.ctx_start, blocks.ctx_end, num_ctx, blocks.visible_rows)
             for layout in made.values():
-                counts = image_counts(
-                    tiles_seen=layout.tiles_seen,
-                    num_ctx=num_ctx,
-                    num_blocks=layout.num_blocks,
-                    block_size=layout.block_size,
-                    kv_heads=drafter.config.num_kv_heads,
-                    gqa_ratio=drafter.config.num_heads // drafter.config.num_kv_heads,
-                )
+                heads, groups = drafter.config.num_heads, drafter.config.num_kv_heads
+                counts = layout.images(groups, heads // groups)
                 seen.append(image_bytes(counts.total))
     assert most / 6 < max(seen) <= most
 

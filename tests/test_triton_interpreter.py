@@ -29,7 +29,6 @@ from dflash_kernels import layout as layout_kernels  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from dflash_ext.ops.attention import visible_pairs  # noqa: E402
-from dflash_ext.ops.kept import ImageCounts, image_counts  # noqa: E402
 from dflash_ext.ops.layout import AttentionLayout, Schedule, schedule_reference  # noqa: E402
 
 KEY_TILE = 16  # small tiles: full, partial and empty tiles all occur in small problems
@@ -157,18 +156,6 @@ def test_kernels_match_reference(case: Case, tiles: Tiles, dtype: torch.dtype) -
 KEPT_KEYS = 64  # keys and rows of an image
 
 
-def images_of(layout: AttentionLayout, kv_heads: int, gqa_ratio: int) -> ImageCounts:
-    assert layout.tiles_seen is not None
-    return image_counts(
-        tiles_seen=layout.tiles_seen,
-        num_ctx=layout.num_ctx,
-        num_blocks=layout.num_blocks,
-        block_size=layout.block_size,
-        kv_heads=kv_heads,
-        gqa_ratio=gqa_ratio,
-    )
-
-
 def dq_of_images(
     images: torch.Tensor, layout: AttentionLayout, schedule: Schedule, t: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
@@ -179,7 +166,7 @@ def dq_of_images(
     heads = G & -G
     tokens = 64 // heads
     block_rows = layout.block_size * heads
-    _, head_images, ctx_images = images_of(layout, Hkv, G)
+    _, head_images, ctx_images = layout.images(Hkv, G)
     dq = torch.zeros(rows, Hq, D, dtype=torch.float64)
 
     def add(image: int, group: int, k: torch.Tensor, first: int, head: int) -> None:
@@ -217,7 +204,7 @@ def run_kept(
     B, G = layout.block_size, Hq // Hkv
     heads, scale = G & -G, D**-0.5
     schedule = run_schedule(layout, KEPT_KEYS)
-    count, head_images, ctx_images = images_of(layout, Hkv, G)
+    count, head_images, ctx_images = layout.images(Hkv, G)
     images = nan(count, 64 * 64)
     keys = torch.cat([k_ctx, k_blk]).nan_to_num().repeat_interleave(G, dim=1)
     score = torch.einsum("qhd,khd->hqk", q, keys).masked_fill(~visible_pairs(layout), -torch.inf)

@@ -24,7 +24,6 @@ from dflash_ext.ops.kept import (
     ImageCounts,
     KeptDS,
     countable,
-    image_counts,
     keeps,
     least_ds,
     reads_by_maps,
@@ -426,14 +425,7 @@ def images_of_ds(t: Tensors, layout: AttentionLayout) -> ImageCounts | None:
         return None
     if not (keeps(*sizes, t.q.shape[2]) and countable(layout.num_ctx, layout.num_blocks, *sizes)):
         return None
-    return image_counts(
-        tiles_seen=layout.tiles_seen,
-        num_ctx=layout.num_ctx,
-        num_blocks=layout.num_blocks,
-        block_size=layout.block_size,
-        kv_heads=t.k_blk.shape[1],
-        gqa_ratio=_gqa_ratio(t),
-    )
+    return layout.images(t.k_blk.shape[1], _gqa_ratio(t))
 
 
 def _backward_cuda(
@@ -472,10 +464,11 @@ def _backward_cuda(
         for launch in kernels.dkv:
             launch(**keys, **shared)
     else:
-        _make_delta(t, out, lse, grad_out, delta, layout)
+        sizes, images = _sizes(t, layout), _images(kept, layout)
+        _make_delta(out, lse, grad_out, delta, layout, sizes)
         for launch in kernels.dkv_keep:
-            launch(**keys, **_images(kept, layout), **shared)
-        _sum_kept(t, dq, layout, scale, kept)
+            launch(**keys, **images, **shared)
+        _sum_kept(t, dq, layout, scale, images | sizes)
     return grads
 
 
@@ -490,12 +483,12 @@ def _images(kept: KeptDS, layout: AttentionLayout) -> dict[str, int]:
 
 
 def _make_delta(
-    t: Tensors,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
     delta: Tensor,
     layout: AttentionLayout,
+    sizes: dict[str, Any],
 ) -> None:
     assert layout.schedule is not None
     assert layout.tiles_seen is not None
@@ -509,12 +502,14 @@ def _make_delta(
         ranges_ptr=layout.schedule.ranges.data_ptr(),
         seen_ptr=layout.schedule.seen.data_ptr(),
         tiles_seen=layout.tiles_seen,
-        **_sizes(t, layout),
+        **sizes,
     )
 
 
-def _sum_kept(t: Tensors, dq: Tensor, layout: AttentionLayout, scale: float, kept: KeptDS) -> None:
-    """dQ = scale * dS K."""
+def _sum_kept(
+    t: Tensors, dq: Tensor, layout: AttentionLayout, scale: float, given: dict[str, Any]
+) -> None:
+    """dQ = scale * dS K; given: `_sizes` and `_images`."""
     assert layout.schedule is not None
     counter = _new_counter(t)
     _C.attention_bwd_dq_kept(
@@ -522,11 +517,10 @@ def _sum_kept(t: Tensors, dq: Tensor, layout: AttentionLayout, scale: float, kep
         counter_ptr=counter.data_ptr(),
         ranges_ptr=layout.schedule.ranges.data_ptr(),
         scale=scale,
-        **_images(kept, layout),
+        **given,
         **_order(layout),
         **_mask(layout),
         **_addresses(t, "k_ctx", "k_blk"),
-        **_sizes(t, layout),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_ext import _C
-from dflash_ext.ops.kept import tiles_seen
+from dflash_ext.ops.kept import ImageCounts, image_counts, tiles_seen
 from dflash_ext.ops.rows import place
 
 BLOCK_SIZES = (4, 8, 16, 32)
@@ -77,6 +77,19 @@ class AttentionLayout:
         if self.visible_rows is None:
             return None
         return tiles_seen(self.visible_rows, self.num_blocks, self.window_or_none)
+
+    def images(self, kv_heads: int, gqa_ratio: int) -> ImageCounts | None:
+        """Images of dS that a backward fills at most; None: not known."""
+        if self.tiles_seen is None:
+            return None
+        return image_counts(
+            tiles_seen=self.tiles_seen,
+            num_ctx=self.num_ctx,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            kv_heads=kv_heads,
+            gqa_ratio=gqa_ratio,
+        )
 
 
 def build_layout(

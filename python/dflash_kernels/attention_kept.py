@@ -3,13 +3,15 @@
 import triton
 import triton.language as tl
 
-# A file of its own per dialect: Gluon's functions and Triton's cannot call each other.
 IMAGE = tl.constexpr(64 * 64)
 
 
 @triton.jit
 def first_image(t, seen, see_lo, log_rows):
-    """As in hopper_kept.py."""
+    """Image of row group 0 of context tile t, were there one: add the group.
+
+    seen, see_lo: of the tile; 2**log_rows: rows that a block has in a head group.
+    """
     return ((seen << log_rows) >> 6) + 2 * t - ((see_lo << log_rows) >> 6)
 
 

@@ -10,7 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_kernels import attention_backward, attention_forward, attention_kept
-from dflash_kernels.spec import UNUSED, Argument, Computed, Kernel, TensorMap, pointers, used_if
+from dflash_kernels.spec import (
+    HEAD_GROUP,
+    UNUSED,
+    Argument,
+    Computed,
+    Kernel,
+    TensorMap,
+    pointers,
+    used_if,
+)
 
 # KEY_TILE is fixed for every architecture because the layout's `ranges` are counted in it.
 KEY_TILE = 64
@@ -45,17 +54,13 @@ def _key_map(name: str) -> TensorMap:
     )
 
 
-# Query heads in one tile of the dK/dV kernel: the largest power of two that divides G.
-_HEADS = "(G & -G)"
-
-
 def _row_map(name: str, contiguous: bool = False) -> TensorMap:
     return TensorMap(
         name,
         rows=_ROWS,
         heads="num_kv_heads * G",
-        box_rows=f"{MAP_TILE} / {_HEADS}",
-        box_heads=_HEADS,
+        box_rows=f"{MAP_TILE} / {HEAD_GROUP}",
+        box_heads=HEAD_GROUP,
         block=("M", 1, "D"),
         contiguous=contiguous,
     )
@@ -168,7 +173,7 @@ def _dkv(tma: bool, own: bool, keep: bool = False) -> Kernel:
         | _sizes("num_blocks num_ctx num_kv_heads")
         | used_if(keep, _sizes("head_images ctx_images"))
         | _sizes("B G")
-        | {"heads": Computed(_HEADS if tma else "1")}
+        | {"heads": Computed(HEAD_GROUP if tma else "1")}
         | _OPTIONS
         | {"scale": "f32"},
         grid=_OWN_TILES if own else _CONTEXT_TILES,

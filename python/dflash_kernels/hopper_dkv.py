@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dflash_kernels.attention_kept import first_image
 from dflash_kernels.hopper import (
     CONSUMERS,
     HALF,
@@ -26,7 +27,13 @@ from dflash_kernels.hopper import (
     scores,
     store_half,
 )
-from dflash_kernels.hopper_kept import first_image, keep
+from dflash_kernels.hopper_kept import keep
+
+
+@gluon.jit
+def _context_half(t, WG: gl.constexpr, num_ctx):
+    """Which 64 context rows are a consumer's of tile t; the last ones if there are none left."""
+    return gl.minimum(2 * t + WG, (num_ctx + HALF - 1) // HALF - 1)
 
 
 @gluon.jit
@@ -38,7 +45,7 @@ def _row_groups(blocks, t, WG: gl.constexpr, ctx_tiles, num_ctx, ranges_ptr):
     """
     log_rows = blocks.log_b + blocks.log_g
     if t < ctx_tiles:
-        half = gl.minimum(2 * t + WG, (num_ctx + HALF - 1) // HALF - 1)
+        half = _context_half(t, WG, num_ctx)
         lo = (gl.load(ranges_ptr + half * 4) << log_rows) // HALF
         hi = ((gl.load(ranges_ptr + half * 4 + 3) << log_rows) + HALF - 1) // HALF
         full_lo = ((gl.load(ranges_ptr + half * 4 + 1) << log_rows) + HALF - 1) // HALF
@@ -65,7 +72,7 @@ def _images(
     half = 2 * t + WG
     if t < ctx_tiles:
         kept = half * HALF < num_ctx
-        half = gl.minimum(half, (num_ctx + HALF - 1) // HALF - 1)
+        half = _context_half(t, WG, num_ctx)
         seen = gl.load(seen_ptr + half)
         image = first_image(half, seen, gl.load(ranges_ptr + half * 4), log_rows)
         kept = kept & (image + hi <= ctx_images)

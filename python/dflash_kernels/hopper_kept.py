@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from dflash_kernels.attention_kept import IMAGE, first_image
 from dflash_kernels.hopper import (
     CONSUMERS,
     HALF,
@@ -36,17 +37,6 @@ from dflash_kernels.hopper import (
     schedule_row_tiles,
     store_half,
 )
-
-IMAGE = gl.constexpr(64 * 64)
-
-
-@gluon.jit
-def first_image(t, seen, see_lo, log_rows):
-    """Image of row group 0 of context tile t, were there one: add the group.
-
-    seen, see_lo: of the tile; 2**log_rows: rows that a block has in a head group.
-    """
-    return ((seen << log_rows) >> 6) + 2 * t - ((see_lo << log_rows) >> 6)
 
 
 @gluon.jit

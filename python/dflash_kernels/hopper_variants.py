@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from dflash_kernels import hopper_dkv, hopper_dq, hopper_forward, hopper_kept
-from dflash_kernels.spec import Argument, Computed, Kernel, TensorMap, VectorMap, pointers, used_if
+from dflash_kernels.spec import (
+    HEAD_GROUP,
+    Argument,
+    Computed,
+    Kernel,
+    TensorMap,
+    VectorMap,
+    pointers,
+    used_if,
+)
 
 HEAD_DIMS = (64, 128)
 # Own keys that a consumer's 64 rows attend to, rounded up to a product's worth: 64 / G tokens, or
@@ -29,15 +38,15 @@ _ROW_TILES = "ceil_div(int64_t(num_blocks) * B * G, 128) * num_kv_heads"
 _KEY_TILES = f"(ceil_div(num_ctx, 128) + ceil_div({_ROWS}, 128)) * num_kv_heads"
 
 
-def _row_maps(names: str, contiguous: bool = False) -> dict[str, Argument]:
-    """Tiles of 64 query rows: 64 / G tokens of the G heads of a group."""
+def _row_maps(names: str, contiguous: bool = False, heads: str = "G") -> dict[str, Argument]:
+    """Tiles of 64 query rows: 64 / G tokens of the G heads of a group, or of as many as `heads`."""
     return {
         f"{name}_map": TensorMap(
             name,
             rows=_ROWS,
             heads="num_kv_heads * G",
-            box_rows="64 / G",
-            box_heads="G",
+            box_rows=f"64 / {heads}",
+            box_heads=heads,
             block=(16, 4, "D"),
             contiguous=contiguous,
         )
@@ -158,8 +167,8 @@ def _dkv(keep: bool) -> Kernel:
 
 def _dq_kept() -> Kernel:
     """For any G: its head groups are the largest power of two of heads that divides G."""
-    heads = "(G & -G)"
-    row_tiles = f"ceil_div(int64_t(num_blocks) * B * {heads}, 128) * num_kv_heads * (G / {heads})"
+    groups = f"G / {HEAD_GROUP}"
+    row_tiles = f"ceil_div({_ROWS} * {HEAD_GROUP}, 128) * num_kv_heads * ({groups})"
     return Kernel(
         name="attention_bwd_dq_kept",
         fn=hopper_kept.attention_bwd_dq_kept_kernel,
@@ -167,7 +176,7 @@ def _dq_kept() -> Kernel:
         | {
             "images_map": TensorMap(
                 "images",
-                rows=f"int64_t(head_images) * num_kv_heads * (G / {heads}) * 64",
+                rows=f"int64_t(head_images) * num_kv_heads * ({groups}) * 64",
                 heads="1",
                 box_rows="64",
                 box_heads="1",
@@ -175,31 +184,23 @@ def _dq_kept() -> Kernel:
                 contiguous=True,
                 columns="64",
             ),
-            "dq_map": TensorMap(
-                "dq",
-                rows=_ROWS,
-                heads="num_kv_heads * G",
-                box_rows=f"64 / {heads}",
-                box_heads=heads,
-                block=(16, 4, "D"),
-                contiguous=True,
-            ),
         }
+        | _row_maps("dq", contiguous=True, heads=HEAD_GROUP)
         | pointers("counter", "counter*")
         | pointers("ctx_start ctx_end doc_first doc_last ranges seen", "i32*")
         | {
             "num_items": Computed(f"int32_t({row_tiles})"),
             "num_blocks": "i32",
             "num_ctx": "i32",
-            "num_head_groups": Computed(f"num_kv_heads * (G / {heads})"),
-            "groups_per_kv_head": Computed(f"G / {heads}"),
+            "num_head_groups": Computed(f"num_kv_heads * ({groups})"),
+            "groups_per_kv_head": Computed(groups),
         }
         | _IMAGE_COUNTS
         | {
             "window": "i32",
             "causal": "i32",
             "log_b": Computed("log2_of(B)"),
-            "log_h": Computed(f"log2_of{heads}"),
+            "log_h": Computed(f"log2_of{HEAD_GROUP}"),
         }
         | {"scale": "f32"},
         **_persistent(row_tiles),

@@ -73,6 +73,8 @@ def pointers(names: str, kind: str) -> dict[str, Argument]:
 
 
 UNUSED = Computed("0")
+# Query heads in a tile where G need not be a power of two: the largest one that divides it.
+HEAD_GROUP = "(G & -G)"
 
 
 def used_if(needed: bool, arguments: dict[str, Argument]) -> dict[str, Argument]:
