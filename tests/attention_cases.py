@@ -47,6 +47,8 @@ CASES = (
     Case("groups_of_heads", (90, 7), (5, 33, 64, 95), B=16, G=6, Hkv=2),
     Case("only_padding", (12,), (), padding=2),
     Case("no_context", (), (), padding=1),
+    Case("tail_that_nobody_sees", (200,), (5, 33, 60)),
+    Case("documents_that_nobody_sees", (50, 150, 40, 90), (20, 44, 210, 239)),
     Case("head_dim_128", (40,), (11, 35), B=8, G=4, D=128),
     Case("tokens", (13, 1, 8), tuple(range(22)), B=1, G=4),
     Case("tokens_window", (21, 7), tuple(range(28)), B=1, G=3, window=9),

@@ -10,7 +10,9 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import CASES, Case, make_inputs, reference_gradients
@@ -26,6 +28,7 @@ from dflash_kernels import (  # noqa: E402
     attention_kept,
 )
 from dflash_kernels import layout as layout_kernels  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from dflash_ext.ops.attention import visible_pairs  # noqa: E402
@@ -56,6 +59,45 @@ TILES = (
     Tiles("pair", rows=64, pair=1, own=32, keys=32),
     Tiles("maps", rows=64, pair=1, heads=0),
 )
+
+
+@pytest.fixture(autouse=True)
+def memcheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every element that a kernel reads or writes lies in one of the tensors it was given."""
+    begins, ends = np.empty(0, np.int64), np.empty(0, np.int64)
+    to_host = interpreter.GridExecutor._init_args_hst
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def remember(self: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        nonlocal begins, ends
+        host = to_host(self, args, kwargs)
+        tensors = [getattr(x, "base", x) for x in host[0]]
+        spans = sorted(
+            (x.data_ptr(), x.data_ptr() + (x[-1:].data_ptr() - x.data_ptr()) + x[-1].nbytes)
+            for x in tensors
+            if isinstance(x, torch.Tensor) and x.numel()
+        )
+        begins, ends = (np.array(x, np.int64) for x in zip(*spans, strict=True))
+        return host
+
+    def check(ptrs: Any, mask: Any) -> None:
+        at = ptrs.data[mask.data].astype(np.int64)
+        span = np.searchsorted(begins, at, side="right") - 1
+        outside = np.count_nonzero((span < 0) | (at >= ends[span]))
+        assert outside == 0, f"{outside} of {at.size} elements lie outside of every argument"
+
+    def checked_load(self: object, ptrs: Any, mask: Any, *rest: object, **named: object) -> object:
+        check(ptrs, mask)
+        return load(self, ptrs, mask, *rest, **named)
+
+    def checked_store(self: object, ptrs: Any, value: Any, mask: Any, *rest: object, **named: object) -> object:
+        check(ptrs, mask)
+        return store(self, ptrs, value, mask, *rest, **named)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", remember)
+    monkeypatch.setattr(builder, "create_masked_load", checked_load)
+    monkeypatch.setattr(builder, "create_masked_store", checked_store)
 
 
 def nan(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -183,7 +225,8 @@ def dq_of_images(
         kv_head = h * heads // G
         for n in range(-(-T // 64)):
             see_lo, _, _, see_hi = schedule.ranges[n].tolist()
-            lo, hi = see_lo * block_rows // 64, -(-see_hi * block_rows // 64)
+            lo = see_lo * block_rows // 64
+            hi = -(-see_hi * block_rows // 64) if see_hi > see_lo else lo
             first = int(schedule.seen[n]) * block_rows // 64 + 2 * n - lo
             for group in range(lo, hi):
                 at = h * head_images + first + group

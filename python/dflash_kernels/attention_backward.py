@@ -272,9 +272,10 @@ def attention_bwd_dkv_kernel(
             image = first_image(t, tl.load(seen_ptr + t), see_lo, log_rows)
             kept = image + ((see_hi << log_rows) + M - 1) // M <= ctx_images
         image += kv_head * groups * head_images
-        # Rows of a group that lie before or behind are read as ones that see these keys.
+        # Rows of a group that lie before or behind are read as ones that see these keys; where no
+        # row does there is none to read, and dQ asks for no image.
         first = first // tokens * tokens
-        stop = tl.cdiv(stop, tokens) * tokens
+        stop = tl.where(begin < end, tl.cdiv(stop, tokens) * tokens, first)
         full_lo = tl.cdiv(full_lo, tokens) * tokens
     full = tl.maximum((full_hi << log_b) - full_lo, 0) // tokens
     full_hi = full_lo + full * tokens

@@ -96,11 +96,13 @@ def _own_tile(blocks, t, WG: gl.constexpr):
 
 @gluon.jit
 def _tile_entry(ranges_ptr, seen_ptr, n, log_rows):
-    """Of context tile n: its row groups [lo, hi), and the image of group 0."""
+    """Of context tile n: its row groups [lo, hi), none if no block sees it; image of group 0."""
     see_lo = gl.load(ranges_ptr + n * 4)
     see_hi = gl.load(ranges_ptr + n * 4 + 3)
     image = first_image(n, gl.load(seen_ptr + n), see_lo, log_rows)
-    return (see_lo << log_rows) >> 6, ((see_hi << log_rows) + HALF - 1) >> 6, image
+    lo = (see_lo << log_rows) >> 6
+    hi = gl.where(see_lo < see_hi, ((see_hi << log_rows) + HALF - 1) >> 6, lo)
+    return lo, hi, image
 
 
 @gluon.jit
