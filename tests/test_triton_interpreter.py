@@ -91,7 +91,9 @@ def memcheck(monkeypatch: pytest.MonkeyPatch) -> None:
         check(ptrs, mask)
         return load(self, ptrs, mask, *rest, **named)
 
-    def checked_store(self: object, ptrs: Any, value: Any, mask: Any, *rest: object, **named: object) -> object:
+    def checked_store(
+        self: object, ptrs: Any, value: Any, mask: Any, *rest: object, **named: object
+    ) -> object:
         check(ptrs, mask)
         return store(self, ptrs, value, mask, *rest, **named)
 

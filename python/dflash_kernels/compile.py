@@ -34,9 +34,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.runtime.cache import triton_key
 
+from dflash_kernels import prefetch
 from dflash_kernels.gates import serialised_products, spills_in_product_loops
 from dflash_kernels.spec import TYPES, Argument, Computed, TensorMap, VectorMap, check_signature
 from dflash_kernels.variants import SHARED_MEMORY_LIMIT, Variant, kernel_named, unit_variants
+
+triton.knobs.runtime.add_stages_inspection_hook = prefetch.add_to_stages
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Appended by Triton to every kernel: global and profile scratch, both unused here.
@@ -83,11 +86,14 @@ def compile_variant(variant: Variant, ttir: str = "") -> Code:
     with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file, contextlib.redirect_stdout(log):
         file.write(ttir)
         file.flush()
-        compiled = triton.compile(
-            file.name if ttir else frontend(variant),
-            target=GPUTarget("cuda", variant.sm, 32),
-            options={"num_warps": variant.constants["num_warps"], "enable_fp_fusion": True},
-        )
+        try:
+            compiled = triton.compile(
+                file.name if ttir else frontend(variant),
+                target=GPUTarget("cuda", variant.sm, 32),
+                options={"num_warps": variant.constants["num_warps"], "enable_fp_fusion": True},
+            )
+        except prefetch.UnknownLoop as error:
+            raise GateError(f"{variant.stem}: {error}") from None
     asm = compiled.asm
     return Code(asm.get("ttir", ""), asm["ptx"], compiled.metadata, asm["cubin"], log.getvalue())
 

@@ -1,0 +1,108 @@
+"""Copies of a loop's next tiles, moved from the end of a turn to behind its first wait."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PYTHON = str(Path(__file__).parents[1] / "python")
+sys.path.insert(0, PYTHON)
+triton = pytest.importorskip("triton", reason="pip install -e '.[kernels]' brings it")
+if triton.__version__ != "3.6.0":
+    pytest.skip("these are sources for Triton 3.6.0", allow_module_level=True)
+
+from dflash_kernels.prefetch import COPY, EXPECT, WAIT, UnknownLoop, copies_early  # noqa: E402
+
+TURN = """\
+      %phase = arith.xori %a, %one : i32
+      ttng.wait_barrier %bar, %phase : i64
+      %s = ttng.warp_group_dot %q, %k : f32
+      %s_1:2 = ttng.warp_group_dot_wait %s, %q {pendings = 0 : i32} : f32
+      %t = ttng.warp_group_dot %q_1, %k : f32
+      %t_1:2 = ttng.warp_group_dot_wait %t, %q {pendings = 0 : i32} : f32
+      %m = "tt.reduce"(%s_1#0) <{axis = 1 : i32}> ({
+      ^bb0(%x: f32, %y: f32):
+        %z = arith.maxnumf %x, %y : f32
+        tt.reduce.return %z : f32
+      }) : f32
+      %n = arith.addi %i, %step : i32
+      %slot = arith.addi %a, %one : i32
+      %free = ttg.memdesc_index %slots[%slot] : f32
+      ttng.barrier_expect %bar, 32768, %go : i64
+      ttng.async_tma_copy_global_to_local %map[%n, %zero] %free, %bar, %go : f32
+      %used = arith.addf %m, %t_1#0 : f32
+      scf.yield %used, %slot : f32, i32"""
+
+
+def module(turn: str) -> str:
+    loop = "    %l:2 = scf.for %i = %lo to %hi step %step iter_args(%a = %b) -> (f32, i32) {"
+    return f"tt.func @f() {{\n{loop}\n{turn}\n    }} {{tt.num_stages = 2 : i32}}\n  tt.return\n}}"
+
+
+def moved(text: str, name: str, behind: str) -> str:
+    """`text` with the line that has `name` put behind the line that has `behind`."""
+    lines = text.split("\n")
+    line = lines.pop(next(i for i, x in enumerate(lines) if name in x))
+    lines.insert(next(i for i, x in enumerate(lines) if behind in x) + 1, line)
+    return "\n".join(lines)
+
+
+def test_copies_and_what_they_need_go_behind_the_first_wait() -> None:
+    lines = TURN.split("\n")
+    expected = [*lines[:5], *lines[11:16], *lines[5:11], *lines[16:]]
+    assert copies_early(module(TURN)) == module("\n".join(expected))
+
+
+def test_a_loop_without_copies_stays() -> None:
+    plain = module("\n".join(x for x in TURN.split("\n") if COPY not in x and EXPECT not in x))
+    assert copies_early(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (TURN.replace("pendings = 0", "pendings = 1", 1), "does not wait for every product"),
+        ("\n".join(x for x in TURN.split("\n") if "%t" not in x), "does not wait"),
+        (moved(TURN, COPY, "%phase ="), "does not wait"),
+        (TURN.replace("%n = arith.addi %i", "%n = tt.load %i"), "depend on %n = tt.load"),
+        (TURN.replace("[%n, %zero]", "[%m, %zero]"), 'depend on %m = "tt.reduce"'),
+    ],
+    ids=["other products in flight", "one wait", "copied early", "a load", "a product"],
+)
+def test_another_form_is_refused(turn: str, message: str) -> None:
+    with pytest.raises(UnknownLoop, match=re.escape(message)):
+        copies_early(module(turn))
+
+
+def test_compiled_kernels_have_their_copies_early() -> None:
+    """The smallest of them, by the build's own step: the same operations, in another order."""
+    script = """
+from dflash_kernels import compile, prefetch
+from dflash_kernels.variants import unit_variants
+early = prefetch.copies_early
+def printing(text):
+    print(text, early(text), sep="\\0", end="\\0", file=sys.stderr)
+    return early(text)
+prefetch.copies_early = printing
+compile.compile_variant(*unit_variants("attention_tma_bwd_dq", 64, (90,)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys" + script],
+        env=os.environ | {"PYTHONPATH": PYTHON, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before, after, _ = (text.split("\n") for text in done.stderr.split("\0"))
+    assert sorted(before) == sorted(after)
+    loop = [i for i, x in enumerate(after) if " scf.for " in x][-1]
+    turn = after[loop : [i for i, x in enumerate(after) if "scf.yield" in x][-1]]
+    waits = [i for i, x in enumerate(turn) if WAIT in x]
+    copies = [i for i, x in enumerate(turn) if COPY in x]
+    assert len(copies) == 2
+    assert waits[0] < copies[0] < copies[1] < waits[1]
