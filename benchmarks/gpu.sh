@@ -76,7 +76,7 @@ run_step() {
         step "$check" "${SANITIZER_SECONDS:-240}" "$path" --tool "$check" --error-exitcode 9 \
           --report-api-errors no --kernel-name kns=attention_,kns=hopper_ \
           python3 -m pytest -q -x -p no:cacheprovider -m gpu tests/test_attention_gpu.py \
-          -k "${SANITIZER_TESTS:-test_numerics}"
+          tests/test_attention_kept.py -k "${SANITIZER_TESTS:-test_numerics or test_kept_and}"
         step "$check of row-wise kernels" 120 "$path" --tool "$check" --error-exitcode 9 \
           --report-api-errors no --kernel-name kns=rms_norm_,kns=swiglu_,kns=head_norm_ \
           python3 -m pytest -q -x -p no:cacheprovider -m gpu tests/test_fused_gpu.py \

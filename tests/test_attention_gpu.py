@@ -16,6 +16,8 @@ import torch
 from attention_cases import CASES, Case, case_layout, make_inputs, reference_gradients
 
 from dflash_ext import _C
+from dflash_ext.bench.problem import make_problem
+from dflash_ext.bench.shapes import CUDA_SHAPES
 from dflash_ext.ops.attention import (
     Tensors,
     attention_path,
@@ -167,6 +169,23 @@ def test_two_runs_are_bit_identical(case: Case, path: str) -> None:
     t, layout, dout = make_inputs(case, BF16, "cuda")
     for a, b in zip(ours(t, layout, dout), ours(t, layout, dout), strict=True):
         assert torch.equal(a, b)
+
+
+def test_long_walks_repeat_to_the_bit_beside_other_work(path: str) -> None:
+    """Up to 64 tiles a loop, through two or three slots of shared memory each: one that is filled
+    while it is still read would show now and then."""
+    problem = make_problem(CUDA_SHAPES[0], "cuda", BF16)
+    layout = problem.build_layout()
+    dout = torch.randn_like(problem.leaves.q)
+    first = ours(problem.leaves, layout, dout)
+    noise = torch.randn(2048, 2048, dtype=BF16, device="cuda")
+    side = torch.cuda.Stream()
+    for _ in range(20):
+        with torch.cuda.stream(side):
+            for _ in range(8):
+                noise @ noise
+        for name, x, y in zip(NAMES, first, ours(problem.leaves, layout, dout), strict=True):
+            assert torch.equal(x, y), name
 
 
 def test_invisible_tokens_do_not_leak(path: str) -> None:

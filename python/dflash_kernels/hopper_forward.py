@@ -3,8 +3,9 @@ the mask.
 
 Per item a consumer computes softmax over its own block's keys and the first context tile together,
 then walks the rest: S of tile j and P V of tile j - 1 are in flight together, and one consumer's
-products run beside the other's softmax. A block's own keys and values travel through a slot of the
-V ring, so that any G fits the same shared memory.
+products run beside the other's softmax. Where the last tile is seen in its first half only, only
+that is computed. A block's own keys and values travel through a slot of the V ring, so that any G
+fits the same shared memory.
 """
 
 from triton.experimental import gluon
@@ -79,17 +80,76 @@ def _load(
 
 
 @gluon.jit
-def _hide(s, i, lo, before, full, lower, end, BN: gl.constexpr, layout: gl.constexpr):
+def _hide(s, i, seen, BN: gl.constexpr):
     """Scores of key tile i, HIDDEN where a row does not see the key; nothing to do in full tiles.
 
-    A tile past the full ones, the usual case, is cut only where the rows' intervals end.
+    seen: lo, before and full of `Blocks.key_tiles`, and the rows' intervals, lower and end. A tile
+    past the full ones, the usual case, is cut only where the rows' intervals end.
     """
+    lo, before, full, lower, end = seen
+    S: gl.constexpr = s.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, S)
     if (i < before) | (i >= before + full):
-        key = lo + i * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
-        s = gl.where(key[None, :] < end[:, None], s, HIDDEN)
+        key = lo + i * BN + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, S))
+        s = gl.where(key[None, :] < gl.convert_layout(end, ROW)[:, None], s, HIDDEN)
         if i < before:
-            s = gl.where(key[None, :] >= lower[:, None], s, HIDDEN)
+            s = gl.where(key[None, :] >= gl.convert_layout(lower, ROW)[:, None], s, HIDDEN)
     return s
+
+
+@gluon.jit
+def _step(
+    q,
+    k,
+    v,
+    k_ring,
+    v_ring,
+    j,
+    seen,
+    p,
+    acc,
+    m,
+    total,
+    scale_log2,
+    N: gl.constexpr,
+    BN: gl.constexpr,
+    D: gl.constexpr,
+):
+    """P V of key tile j - 1 beside S of the first N keys of tile j: its P, and acc, m and total.
+
+    k, v: ring positions of the two tiles.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    OUT: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = m.type.layout
+    k_ring.wait_full(k)
+    s_token = scores(q, k_ring.slot(k).reshape([BN, D]).slice(0, N), HALF, N, S)
+    v_ring.wait_full(v)
+    acc_token = warpgroup_mma(p, v_ring.slot(v).reshape([BN, D]), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=(s_token,))
+    k_ring.release(k)
+    s = _hide(s, j, seen, BN)
+    m_new = gl.maximum(m, gl.convert_layout(gl.max(s, 1), ROW) * scale_log2)
+    alpha = gl.exp2(m - m_new)
+    pf = gl.exp2(s * scale_log2 - gl.convert_layout(m_new, gl.SliceLayout(1, S))[:, None])
+    total = total * alpha + gl.convert_layout(gl.sum(pf, 1), ROW)
+    # Everything is waited for before a loop's back edge: a wgmma in flight across it makes ptxas
+    # serialise all of them (its message C7514).
+    acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    v_ring.release(v)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    return gl.convert_layout(pf.to(gl.bfloat16), gl.DotOperandLayout(0, OUT, 2)), acc, m_new, total
+
+
+@gluon.jit
+def _last_product(v_ring, v, p, acc, BN: gl.constexpr, D: gl.constexpr):
+    """acc + P V of the last key tile, or of as many of its keys as P has."""
+    v_ring.wait_full(v)
+    values = v_ring.slot(v).reshape([BN, D]).slice(0, p.shape[1])
+    acc_token = warpgroup_mma(p, values, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc_token,))
+    v_ring.release(v)
+    return acc
 
 
 @gluon.jit
@@ -124,6 +184,7 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
         tiles = items.read(r, 3)
         before = items.read(r, 4)
         full = items.read(r, 5)
+        keys = items.read(r, 6)
         items.release(r)
         kv_head = item % num_kv_heads
         q = half_of_slot(q_ring.slot(r), WG, D)
@@ -147,7 +208,8 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
         own_m = gl.convert_layout(gl.max(own_s, 1), ROW)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         k_ring.release(k_base)
-        s = _hide(s, 0, lo, before, full, lower, end, BN, S)
+        seen = (lo, before, full, lower, end)
+        s = _hide(s, 0, seen, BN)
         m = gl.maximum(own_m, gl.max(s, 1)) * scale_log2
         own_p = gl.exp2(own_s * scale_log2 - gl.convert_layout(m, OWN_ROW)[:, None])
         if OWN_SLOTS == 2:
@@ -168,33 +230,26 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
             tma.store_wait(0)
             q_ring.release(r - 1)
         v_first = v_base + OWN_SLOTS
-        for j in range(1, tiles):
-            k_ring.wait_full(k_base + j)
-            s_token = scores(q, k_ring.slot(k_base + j).reshape([BN, D]), HALF, BN, S)
-            v_ring.wait_full(v_first + j - 1)
-            v_tile = v_ring.slot(v_first + j - 1).reshape([BN, D])
-            acc_token = warpgroup_mma(p, v_tile, acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=(s_token,))
-            k_ring.release(k_base + j)
-            s = _hide(s, j, lo, before, full, lower, end, BN, S)
-            m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-            alpha = gl.exp2(m - m_new)
-            pf = gl.exp2(s * scale_log2 - m_new[:, None])
-            total = total * alpha + gl.sum(pf, 1)
-            m = m_new
-            # Everything is waited for before the loop's back edge: a wgmma in flight across it
-            # makes ptxas serialise all of them (its message C7514).
-            acc = warpgroup_mma_wait(0, deps=(acc_token,))
-            v_ring.release(v_first + j - 1)
-            acc = acc * gl.convert_layout(alpha, OUT_ROW)[:, None]
-            p = gl.convert_layout(pf.to(gl.bfloat16), P)
+        # Where nobody sees the last tile's second half, its first half is a step of its own.
+        half = (tiles > 1) & (keys - (tiles - 1) * BN <= BN // 2)
+        last = tiles - 1
+        for j in range(1, tiles - half.to(gl.int32)):
+            k = k_base + j
+            v = v_first + j - 1
+            p, acc, m, total = _step(
+                q, k, v, k_ring, v_ring, j, seen, p, acc, m, total, scale_log2, BN, BN, D
+            )
+        if half:
+            k = k_base + last
+            v = v_first + last - 1
+            p_half, acc, m, total = _step(
+                q, k, v, k_ring, v_ring, last, seen, p, acc, m, total, scale_log2, BN // 2, BN, D
+            )
+            acc = _last_product(v_ring, v_first + last, p_half, acc, BN, D)
+        else:
+            acc = _last_product(v_ring, v_first + last, p, acc, BN, D)
         k_base += tiles
-        v_last = v_first + tiles - 1
-        v_ring.wait_full(v_last)
-        acc_token = warpgroup_mma(p, v_ring.slot(v_last).reshape([BN, D]), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc_token,))
-        v_ring.release(v_last)
-        v_base = v_last + 1
+        v_base = v_first + tiles
         real = lower <= end
         # Padding rows: their output is 0, and an infinite lse makes the backward's P exactly 0.
         factor = gl.where(real, 1.0 / total, 0.0)
