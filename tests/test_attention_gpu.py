@@ -142,7 +142,7 @@ def test_numerics(case: Case, path: str) -> None:
 @pytest.mark.parametrize("rising", [True, False])
 @pytest.mark.parametrize("case", [GRID[2], GRID[3]], ids=str)
 def test_scores_that_rise_or_fall_along_the_context(case: Case, rising: bool, path: str) -> None:
-    """So the maximum moves from tile to tile, by less and by more than the forward lets it lag."""
+    """So the maximum moves from tile to tile, or never after the first."""
     t, layout, dout = make_inputs(case, BF16, "cuda")
     slope = torch.linspace(0, 6, layout.num_ctx, dtype=BF16, device="cuda")[:, None, None]
     t = (t[0], t[1] * (slope if rising else slope.flip(0)), *t[2:])

@@ -1,4 +1,4 @@
-"""Copies of a loop's next tiles, moved from the end of a turn to behind its first wait."""
+"""Copies of a loop's next tiles, moved from the end of a turn in front of its second wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ triton = pytest.importorskip("triton", reason="pip install -e '.[kernels]' bring
 if triton.__version__ != "3.6.0":
     pytest.skip("these are sources for Triton 3.6.0", allow_module_level=True)
 
-from dflash_kernels.prefetch import COPY, EXPECT, WAIT, UnknownLoop, copies_early  # noqa: E402
+from dflash_kernels.prefetch import (  # noqa: E402
+    ARRIVED,
+    COPY,
+    EXPECT,
+    WAIT,
+    UnknownLoop,
+    copies_early,
+)
 
 TURN = """\
       %phase = arith.xori %a, %one : i32
@@ -52,7 +59,7 @@ def moved(text: str, name: str, behind: str) -> str:
     return "\n".join(lines)
 
 
-def test_copies_and_what_they_need_go_behind_the_first_wait() -> None:
+def test_copies_and_what_they_need_go_in_front_of_the_second_wait() -> None:
     lines = TURN.split("\n")
     expected = [*lines[:5], *lines[11:16], *lines[5:11], *lines[16:]]
     assert copies_early(module(TURN)) == module("\n".join(expected))
@@ -60,7 +67,8 @@ def test_copies_and_what_they_need_go_behind_the_first_wait() -> None:
 
 def test_a_loop_without_copies_stays() -> None:
     plain = module("\n".join(x for x in TURN.split("\n") if COPY not in x and EXPECT not in x))
-    assert copies_early(plain) == plain
+    early = copies_early(module(TURN))
+    assert copies_early(plain + module(TURN)) == plain + early
 
 
 @pytest.mark.parametrize(
@@ -71,8 +79,18 @@ def test_a_loop_without_copies_stays() -> None:
         (moved(TURN, COPY, "%phase ="), "does not wait"),
         (TURN.replace("%n = arith.addi %i", "%n = tt.load %i"), "depend on %n = tt.load"),
         (TURN.replace("[%n, %zero]", "[%m, %zero]"), 'depend on %m = "tt.reduce"'),
+        (moved(TURN, ARRIVED, "%slot ="), "waits for copies of its own turn"),
+        ("\n".join(x for x in TURN.split("\n") if COPY not in x), "no innermost loop copies"),
     ],
-    ids=["other products in flight", "one wait", "copied early", "a load", "a product"],
+    ids=[
+        "other products in flight",
+        "one wait",
+        "copied early",
+        "a load",
+        "a product",
+        "read late",
+        "none",
+    ],
 )
 def test_another_form_is_refused(turn: str, message: str) -> None:
     with pytest.raises(UnknownLoop, match=re.escape(message)):
@@ -86,7 +104,7 @@ from dflash_kernels import compile, prefetch
 from dflash_kernels.variants import unit_variants
 early = prefetch.copies_early
 def printing(text):
-    print(text, early(text), sep="\\0", end="\\0", file=sys.stderr)
+    print(text, early(text), sep="\\0", end="\\0", file=sys.__stdout__)
     return early(text)
 prefetch.copies_early = printing
 compile.compile_variant(*unit_variants("attention_tma_bwd_dq", 64, (90,)))
@@ -94,11 +112,11 @@ compile.compile_variant(*unit_variants("attention_tma_bwd_dq", 64, (90,)))
     done = subprocess.run(
         [sys.executable, "-c", "import sys" + script],
         env=os.environ | {"PYTHONPATH": PYTHON, "TRITON_INTERPRET": "0"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    before, after, _ = (text.split("\n") for text in done.stderr.split("\0"))
+    before, after, _ = (text.split("\n") for text in done.stdout.split("\0"))
     assert sorted(before) == sorted(after)
     loop = [i for i, x in enumerate(after) if " scf.for " in x][-1]
     turn = after[loop : [i for i, x in enumerate(after) if "scf.yield" in x][-1]]

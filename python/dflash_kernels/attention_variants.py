@@ -180,7 +180,7 @@ def _dkv(tma: bool, own: bool, keep: bool = False) -> Kernel:
         tile="BN",
         extra_host={"lse_ptr": "f32*"},
         # A number that a loop does not change is read again in each of its turns.
-        loop_spills=2 * keep,
+        loop_spills=int(keep and not own),
         **(
             # 64 keys and rows fill the registers: two accumulators, scores and dP make 192.
             _where(True, dict.fromkeys((64, 128), _keys(own, keep, M=MAP_TILE, EDGE_STAGES=2)))

@@ -95,6 +95,8 @@ def compile_variant(variant: Variant, ttir: str = "") -> Code:
         except prefetch.UnknownLoop as error:
             raise GateError(f"{variant.stem}: {error}") from None
     asm = compiled.asm
+    if variant.constants.get("TMA") and prefetch.COPY not in asm["ttgir"]:
+        raise GateError(f"{variant.stem}: no {prefetch.COPY}, so nothing was asked for early")
     return Code(asm.get("ttir", ""), asm["ptx"], compiled.metadata, asm["cubin"], log.getvalue())
 
 

@@ -242,7 +242,7 @@ class Blocks:
     @gluon.jit
     def key_tiles(self, t, BN: gl.constexpr, ALIGNED: gl.constexpr = False):
         """The tiles of BN keys that row tile t walks: lo, how many, and which all of its rows see;
-        and how many keys any row sees.
+        and its reach, the keys from lo to the last that any row sees.
 
         Tile i covers context rows lo + i * BN and on; tiles [before, before + full) are visible to
         every row. Blocks are sorted, so the first and the last one decide. There is always a tile:
@@ -309,7 +309,7 @@ def schedule_row_tiles(
     item = gl.program_id(0)
     while item < num_items:
         t = blocks.tile_in_document_order(item // num_heads, doc_first_ptr, doc_last_ptr)
-        lo, tiles, before, full, keys = blocks.key_tiles(t, BN, ALIGNED)
+        lo, tiles, before, full, reach = blocks.key_tiles(t, BN, ALIGNED)
         items.wait_empty(r)
         items.write(r, 0, item)
         items.write(r, 1, t)
@@ -317,7 +317,7 @@ def schedule_row_tiles(
         items.write(r, 3, tiles)
         items.write(r, 4, before)
         items.write(r, 5, full)
-        items.write(r, 6, keys)
+        items.write(r, 6, reach)
         items.send(r)
         item = draw_item(counter_ptr)
         r += 1

@@ -100,10 +100,9 @@ def _hide(s, i, seen, BN: gl.constexpr):
 @gluon.jit
 def _step(
     q,
-    k,
-    v,
-    k_ring,
-    v_ring,
+    rings,
+    k_at,
+    v_at,
     j,
     seen,
     p,
@@ -117,17 +116,18 @@ def _step(
 ):
     """P V of key tile j - 1 beside S of the first N keys of tile j: its P, and acc, m and total.
 
-    k, v: ring positions of the two tiles.
+    k_at, v_at: positions of the two tiles in their rings.
     """
+    k_ring, v_ring = rings
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OUT: gl.constexpr = acc.type.layout
     ROW: gl.constexpr = m.type.layout
-    k_ring.wait_full(k)
-    s_token = scores(q, k_ring.slot(k).reshape([BN, D]).slice(0, N), HALF, N, S)
-    v_ring.wait_full(v)
-    acc_token = warpgroup_mma(p, v_ring.slot(v).reshape([BN, D]), acc, is_async=True)
+    k_ring.wait_full(k_at)
+    s_token = scores(q, k_ring.slot(k_at).reshape([BN, D]).slice(0, N), HALF, N, S)
+    v_ring.wait_full(v_at)
+    acc_token = warpgroup_mma(p, v_ring.slot(v_at).reshape([BN, D]), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s_token,))
-    k_ring.release(k)
+    k_ring.release(k_at)
     s = _hide(s, j, seen, BN)
     m_new = gl.maximum(m, gl.convert_layout(gl.max(s, 1), ROW) * scale_log2)
     alpha = gl.exp2(m - m_new)
@@ -136,19 +136,19 @@ def _step(
     # Everything is waited for before a loop's back edge: a wgmma in flight across it makes ptxas
     # serialise all of them (its message C7514).
     acc = warpgroup_mma_wait(0, deps=(acc_token,))
-    v_ring.release(v)
+    v_ring.release(v_at)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
     return gl.convert_layout(pf.to(gl.bfloat16), gl.DotOperandLayout(0, OUT, 2)), acc, m_new, total
 
 
 @gluon.jit
-def _last_product(v_ring, v, p, acc, BN: gl.constexpr, D: gl.constexpr):
+def _last_product(v_ring, v_at, p, acc, BN: gl.constexpr, D: gl.constexpr):
     """acc + P V of the last key tile, or of as many of its keys as P has."""
-    v_ring.wait_full(v)
-    values = v_ring.slot(v).reshape([BN, D]).slice(0, p.shape[1])
+    v_ring.wait_full(v_at)
+    values = v_ring.slot(v_at).reshape([BN, D]).slice(0, p.shape[1])
     acc_token = warpgroup_mma(p, values, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc_token,))
-    v_ring.release(v)
+    v_ring.release(v_at)
     return acc
 
 
@@ -184,7 +184,7 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
         tiles = items.read(r, 3)
         before = items.read(r, 4)
         full = items.read(r, 5)
-        keys = items.read(r, 6)
+        reach = items.read(r, 6)
         items.release(r)
         kv_head = item % num_kv_heads
         q = half_of_slot(q_ring.slot(r), WG, D)
@@ -208,6 +208,7 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
         own_m = gl.convert_layout(gl.max(own_s, 1), ROW)
         s = warpgroup_mma_wait(0, deps=(s_token,))
         k_ring.release(k_base)
+        rings = (k_ring, v_ring)
         seen = (lo, before, full, lower, end)
         s = _hide(s, 0, seen, BN)
         m = gl.maximum(own_m, gl.max(s, 1)) * scale_log2
@@ -231,19 +232,19 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
             q_ring.release(r - 1)
         v_first = v_base + OWN_SLOTS
         # Where nobody sees the last tile's second half, its first half is a step of its own.
-        half = (tiles > 1) & (keys - (tiles - 1) * BN <= BN // 2)
+        half = (tiles > 1) & (reach - (tiles - 1) * BN <= BN // 2)
         last = tiles - 1
         for j in range(1, tiles - half.to(gl.int32)):
-            k = k_base + j
-            v = v_first + j - 1
+            k_at = k_base + j
+            v_at = v_first + j - 1
             p, acc, m, total = _step(
-                q, k, v, k_ring, v_ring, j, seen, p, acc, m, total, scale_log2, BN, BN, D
+                q, rings, k_at, v_at, j, seen, p, acc, m, total, scale_log2, BN, BN, D
             )
         if half:
-            k = k_base + last
-            v = v_first + last - 1
+            k_at = k_base + last
+            v_at = v_first + last - 1
             p_half, acc, m, total = _step(
-                q, k, v, k_ring, v_ring, last, seen, p, acc, m, total, scale_log2, BN // 2, BN, D
+                q, rings, k_at, v_at, last, seen, p, acc, m, total, scale_log2, BN // 2, BN, D
             )
             acc = _last_product(v_ring, v_first + last, p_half, acc, BN, D)
         else:

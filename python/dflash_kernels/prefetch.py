@@ -3,7 +3,8 @@
 Triton 3.6 pipelines tensor-map copies over two slots so that a turn of the loop ends with the
 copies of what the next one begins with, and every turn waits for all of their latency. There is no
 need to: the slot that they fill was last read by products of the turn before, and this turn's first
-wait covers those. Behind it the copies have nearly a turn's time. A third slot would do the same,
+wait covers those. In front of its second one, behind the product that it is for, the copies have
+nearly a turn's time. A third slot would do the same,
 but takes the shared memory of a second program on the multiprocessor.
 
 The order is changed in Triton's GPU dialect, behind its pipeliner and before it places barriers
@@ -22,6 +23,7 @@ from triton._C.libtriton import ir
 COPY = "ttng.async_tma_copy_global_to_local"
 EXPECT = "ttng.barrier_expect"
 WAIT = "ttng.warp_group_dot_wait"
+ARRIVED = "ttng.wait_barrier"
 # What their operands may be made with: it neither has an effect nor depends on one.
 PURE = ("arith.", "ttg.memdesc_index")
 
@@ -60,10 +62,12 @@ def copies_early(text: str) -> str:
 
     Raises:
         UnknownLoop: a loop with copies does not wait for every product, then for another, and only
-            then copy; or its copies depend on more than arithmetic.
+            then copy; its copies depend on more than arithmetic; it has not waited for all that was
+            copied for this turn by then; or no loop copies.
     """
     lines = text.split("\n")
     begin = None
+    found = False
     for i, line in enumerate(lines):
         if " scf.for " in line:
             begin = i  # of an innermost loop, by the time its end is met
@@ -71,7 +75,10 @@ def copies_early(text: str) -> str:
             turn = _operations(lines[begin + 1 : i])
             if any(COPY in operation for operation in turn):
                 lines[begin + 1 : i] = "\n".join(_early(turn)).split("\n")
+                found = True
             begin = None
+    if not found:
+        raise UnknownLoop("no innermost loop copies")
     return "\n".join(lines)
 
 
@@ -97,6 +104,8 @@ def _early(turn: list[str]) -> list[str]:
     if len(waits) < 2 or "pendings = 0 " not in turn[waits[0]] or wanted[0] < waits[1]:
         raise UnknownLoop("a loop does not wait for every product, for another, and then copy")
     at = waits[1]
+    if any(ARRIVED in operation for operation in turn[at:]):
+        raise UnknownLoop("a loop waits for copies of its own turn behind its second product")
     results: dict[str, int] = {}
     actions = []
     for i, operation in enumerate(turn):
