@@ -41,6 +41,7 @@ int stub_num_loads(void) { return num_loads; }
 struct load *stub_load(int i) { return &loads[i]; }
 int stub_num_records(void) { return num_records; }
 struct record *stub_record(int i) { return &records[i]; }
+/* As many as the kernel has, scratch included: a launch reads so many pointers. */
 void stub_expect_params(int n) { num_params = n; }
 int stub_num_maps(void) { return num_maps; }
 struct map *stub_map(int i) { return &maps[i]; }
