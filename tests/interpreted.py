@@ -7,10 +7,8 @@ test of the operator is a test of the wrapper, the declaration and the kernel's 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ import torch
 
 from dflash_ext.ops import norm, quantise, rotary, rows, swiglu
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 PROGRAMS = 3
 """Programs of a kernel with partial sums: fewer than there are rows, so that each does several."""
 

@@ -202,6 +202,15 @@ def gradients(t: tuple, layout: AttentionLayout, dout: torch.Tensor) -> tuple[to
     return torch.autograd.grad(dflash_attention(*leaves, layout), leaves, dout)
 
 
+def assert_recomputing_agrees(t: tuple, layout: AttentionLayout, dout: torch.Tensor) -> None:
+    kept = gradients(t, layout, dout)
+    with room_for_ds(None):
+        again = gradients(t, layout, dout)
+    for a, b in zip(kept, again, strict=True):
+        # delta is summed in another order: half a unit in the last place, here and there.
+        assert (a.float() - b.float()).norm() <= 2e-3 * b.float().norm()
+
+
 def needs_maps() -> None:
     if _C.device_images(0) != (90, False):
         pytest.skip("dS is kept on sm_90")
@@ -217,12 +226,7 @@ def test_kept_and_recomputed_give_the_same_gradients(case: Case, path: str | Non
     if path is None and 128 % (case.B * case.G):
         pytest.skip("takes plain Triton anyway")
     with forced_path(path):
-        kept = gradients(t, layout, dout)
-        with room_for_ds(None):
-            again = gradients(t, layout, dout)
-    for a, b in zip(kept, again, strict=True):
-        # delta is summed in another order: half a unit in the last place, here and there.
-        assert (a.float() - b.float()).norm() <= 2e-3 * b.float().norm()
+        assert_recomputing_agrees(t, layout, dout)
 
 
 @pytest.mark.gpu
@@ -256,9 +260,4 @@ def test_images_past_2_to_31_elements() -> None:
     if image_bytes(counts.total) > ds_limit(problem.leaves.q.device):
         pytest.skip("this device keeps less")
     assert image_bytes(counts.total) > 2**32
-    dout = torch.randn_like(problem.leaves.q)
-    kept = gradients(problem.leaves, layout, dout)
-    with room_for_ds(None):
-        again = gradients(problem.leaves, layout, dout)
-    for a, b in zip(kept, again, strict=True):
-        assert (a.float() - b.float()).norm() <= 2e-3 * b.float().norm()
+    assert_recomputing_agrees(problem.leaves, layout, torch.randn_like(problem.leaves.q))

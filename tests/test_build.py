@@ -13,27 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-try:
-    import triton
-except ImportError:  # a CUDA build of torch may bring another version: see pyproject.toml
-    triton = None
-needs_triton = pytest.mark.skipif(
-    triton is None or triton.__version__ != "3.6.0", reason="pip install -e '.[kernels]' brings it"
-)
-ROOT = Path(__file__).parents[1]
-PYTHON = ROOT / "python"
-
-
-def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment | {"PYTHONPATH": str(PYTHON)} | env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+from triton_sources import PYTHON, ROOT, compiling, needs_triton
 
 
 @needs_triton
@@ -46,7 +26,7 @@ deep = {128: kernel.choices[128] | dict(STAGES=4)}       # a tile that only larg
 large = dataclasses.replace(kernel, choices=deep, small={})
 compile.build([variants.Variant(large, 128, 86)], pathlib.Path(tempfile.mkdtemp()))
 """
-    done = run(script)
+    done = compiling(script)
     last = done.stderr.splitlines()[-1]
     assert "GateError: attention_bwd_dq_d128_sm86: " in last
     assert last.endswith("bytes of shared memory, its devices have 101376")
@@ -64,7 +44,7 @@ compile.abi_gate(variant, ptx)                            # agrees as declared
 wrong = dataclasses.replace(kernel, arguments=kernel.arguments | {"num_ctx": "i32*"})
 compile.abi_gate(variants.Variant(wrong, 0, 90), ptx)
 """
-    done = run(script)
+    done = compiling(script)
     assert "GateError: attention_layout_sm90: PTX parameters [" in done.stderr.splitlines()[-1]
 
 
@@ -79,7 +59,7 @@ kernel = variants.kernel_named("attention_fwd")
 swapped = dict(reversed(kernel.arguments.items()))
 spec.check_signature(dataclasses.replace(kernel, arguments=swapped))
 """
-    assert "ValueError: attention_fwd: declared" in run(script).stderr.splitlines()[-1]
+    assert "ValueError: attention_fwd: declared" in compiling(script).stderr.splitlines()[-1]
 
 
 @needs_triton
@@ -89,12 +69,12 @@ spec.check_signature(dataclasses.replace(kernel, arguments=swapped))
 )
 def test_architectures_are_chosen_by_environment(text: str, expected: str) -> None:
     script = f"from dflash_kernels.variants import *; print(parse_architectures({text!r}))"
-    assert run(script).stdout.strip() == expected
+    assert compiling(script).stdout.strip() == expected
 
 
 @needs_triton
 def test_unknown_architecture_is_one_line() -> None:
-    done = run(
+    done = compiling(
         "import runpy, sys; sys.argv=['setup.py', 'build_ext']; runpy.run_path('setup.py')",
         DFLASH_SM="75",
     )
@@ -111,7 +91,7 @@ triton.__version__ = "3.7.1"
 sys.argv = ["setup.py", "build_ext"]
 runpy.run_path("setup.py")
 """
-    done = run(script)
+    done = compiling(script)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: found triton 3.7.1, expected 3.6.0:")
 
@@ -128,7 +108,7 @@ from dflash_kernels import compile, variants
 for variant in variants.unit_variants("attention_layout", 0, (80, 86, 90)):
     compile.build([variant], pathlib.Path({folder!r}))
 """
-    done = run(script.format(folder=str(alone)))
+    done = compiling(script.format(folder=str(alone)))
     assert not done.returncode, done.stderr
     command = [sys.executable, "-m", "dflash_kernels.compile", "attention_layout", "0"]
     env = os.environ | {"PYTHONPATH": str(PYTHON), "TRITON_INTERPRET": "0"}
@@ -157,7 +137,7 @@ for name, dim in (("attention_bwd_dkv", 128), ("swiglu_fwd", 0)):
     compile.build(variants.unit_variants(name, dim, (80, 86, 90, 120)), None)
     print("; ".join(calls))
 """
-    different, same = run(script).stdout.splitlines()
+    different, same = compiling(script).stdout.splitlines()
     assert different == (
         "compile sm_80; compile sm_86; compile sm_90 from sm_80; compile sm_120 from sm_86; "
         "assemble sm_80 from sm_86"
@@ -210,7 +190,7 @@ def test_the_extension_knows_neither_torch_nor_cuda_libraries() -> None:
     from dflash_ext import _C
 
     script = "import sys; from dflash_ext import _C; print('torch' in sys.modules, _C.KEY_TILE)"
-    done = run(script, PYTHONPATH=str(ROOT))
+    done = compiling(script, PYTHONPATH=str(ROOT))
     assert done.stdout.strip() == "False 64", done.stderr
     needed = subprocess.run(["ldd", _C.__file__], capture_output=True, text=True, check=True).stdout
     libraries = {line.split()[0].split(".so")[0] for line in needed.splitlines()}

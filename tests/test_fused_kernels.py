@@ -12,12 +12,11 @@ import pytest
 import torch
 from fused_cases import EPS, OPS, assert_two_times_rule, make
 from interpreted import PROGRAMS, Interpreter, interpreted
+from triton_sources import skip_module_without_triton
 
 from dflash_ext.ops import norm, quantise, rotary, swiglu
 
-triton = pytest.importorskip("triton", reason="pip install -e '.[kernels]' brings it")
-if triton.__version__ != "3.6.0":
-    pytest.skip("these are sources for Triton 3.6.0", allow_module_level=True)
+skip_module_without_triton()
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 

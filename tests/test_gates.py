@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "python"))
-
-from dflash_kernels.gates import (  # noqa: E402
+from dflash_kernels.gates import (
     blocks_and_edges,
     parse,
     product_loops,
     serialised_products,
     spills_in_product_loops,
 )
-
-try:
-    import triton
-except ImportError:
-    triton = None
-needs_triton = pytest.mark.skipif(
-    triton is None or triton.__version__ != "3.6.0", reason="pip install -e '.[kernels]' brings it"
-)
+from triton_sources import compiling, needs_triton
 
 
 def sass(*lines: str) -> str:
@@ -130,15 +114,8 @@ def test_ptxas_messages() -> None:
     assert serialised_products(quiet) == []
 
 
-def run(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        | {"PYTHONPATH": str(ROOT / "python")},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+def refusal(script: str) -> str:
+    done = compiling(script)
     assert done.returncode, done.stdout
     return done.stderr.splitlines()[-1]
 
@@ -155,14 +132,14 @@ compile.build([variants.Variant(wide, 128, 90)], pathlib.Path(tempfile.mkdtemp()
 
 @needs_triton
 def test_a_tile_that_spills_fails_the_build() -> None:
-    last = run(BUILD.format(kernel="attention_tma_bwd_dkv", tile="EDGE=64"))
+    last = refusal(BUILD.format(kernel="attention_tma_bwd_dkv", tile="EDGE=64"))
     assert "GateError: attention_tma_bwd_dkv_d128_sm90: " in last
     assert " spills in a loop of products, the first " in last
 
 
 @needs_triton
 def test_a_tile_whose_products_are_serialised_fails_the_build() -> None:
-    last = run(BUILD.format(kernel="attention_bwd_dkv", tile="M=128"))
+    last = refusal(BUILD.format(kernel="attention_bwd_dkv", tile="M=128"))
     assert "GateError: attention_bwd_dkv_d128_sm90: ptxas serialised the products, C75" in last
 
 
@@ -182,6 +159,17 @@ else:
     raise SystemExit("not refused")
 compile.map_gate(variant, ptx, [dict(m, swizzle=0) for m in maps])
 """
-    last = run(script)
+    last = refusal(script)
     assert "GateError: attention_tma_fwd_d64_sm90: k_ctx_map is {" in last
     assert last.endswith("the launcher encodes ([64, 1, 64], 3)")
+
+
+@needs_triton
+def test_an_image_that_asks_for_nothing_early_fails_the_build() -> None:
+    script = """
+from dflash_kernels import compile, prefetch, variants
+prefetch.COPY = "another.name"  # as another Triton may have it
+compile.compile_variant(*variants.unit_variants("attention_tma_bwd_dq", 64, (90,)))
+"""
+    expected = "attention_tma_bwd_dq_d64_sm90: no another.name, so nothing was asked for early"
+    assert refusal(script).endswith(expected)

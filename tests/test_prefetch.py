@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from triton_sources import compiling, skip_module_without_triton
 
-PYTHON = str(Path(__file__).parents[1] / "python")
-sys.path.insert(0, PYTHON)
-triton = pytest.importorskip("triton", reason="pip install -e '.[kernels]' brings it")
-if triton.__version__ != "3.6.0":
-    pytest.skip("these are sources for Triton 3.6.0", allow_module_level=True)
+skip_module_without_triton()
 
 from dflash_kernels.prefetch import (  # noqa: E402
     ARRIVED,
@@ -109,13 +102,8 @@ def printing(text):
 prefetch.copies_early = printing
 compile.compile_variant(*unit_variants("attention_tma_bwd_dq", 64, (90,)))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys" + script],
-        env=os.environ | {"PYTHONPATH": PYTHON, "TRITON_INTERPRET": "0"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    done = compiling("import sys" + script)
+    assert done.returncode == 0, done.stderr
     before, after, _ = (text.split("\n") for text in done.stdout.split("\0"))
     assert sorted(before) == sorted(after)
     loop = [i for i, x in enumerate(after) if " scf.for " in x][-1]

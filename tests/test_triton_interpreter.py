@@ -7,20 +7,16 @@ so that an element nobody writes shows.
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from attention_cases import CASES, Case, make_inputs, reference_gradients
+from triton_sources import skip_module_without_triton
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-triton = pytest.importorskip("triton", reason="pip install -e '.[kernels]' brings it")
-if triton.__version__ != "3.6.0":
-    pytest.skip("these are sources for Triton 3.6.0", allow_module_level=True)
+skip_module_without_triton()
 
 from dflash_kernels import (  # noqa: E402
     attention_backward,

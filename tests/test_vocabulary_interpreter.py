@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from test_soft_labels import NAIVE
 from torch import Tensor
+from triton_sources import compiling, skip_module_without_triton
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-triton = pytest.importorskip("triton", reason="pip install -e '.[kernels]' brings it")
-if triton.__version__ != "3.6.0":
-    pytest.skip("these are sources for Triton 3.6.0", allow_module_level=True)
+skip_module_without_triton()
 
 from dflash_kernels.variants import kernel_named  # noqa: E402
 
@@ -178,19 +173,13 @@ def test_a_barrier_stands_between_reads_and_writes_in_the_machine_code(tmp_path)
     """Warps of a program run apart: without it one could write where another has not read."""
     names = ["vocabulary_gradient_f32", "vocabulary_kl", "vocabulary_lk"]
     script = (
-        "import sys; from dflash_kernels import compile as c, variants\n"
-        "for name in sys.argv[1:]:\n"
+        "from dflash_kernels import compile as c, variants\n"
+        f"for name in {names}:\n"
         "    variant = variants.Variant(variants.kernel_named(name), 0, 90)\n"
         "    image = c.compile_variant(variant).cubin\n"
         "    print('=', name, c.cuobjdump(image, '-sass'))"
     )
-    root = Path(__file__).parents[1] / "python"
-    done = subprocess.run(
-        [sys.executable, "-c", script, *names],
-        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    done = compiling(script, HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     for listing in done.stdout.split("= vocabulary_")[1:]:
         order = re.findall(r"\b(LDG|BAR|STG)\b[.\w]*", listing)

@@ -420,12 +420,13 @@ def _forward_cuda(
 
 def images_of_ds(t: Tensors, layout: AttentionLayout) -> ImageCounts | None:
     """Images of dS that a backward fills at most, or None: it cannot keep dS (kept.py)."""
-    sizes = layout.block_size, _gqa_ratio(t)
-    if layout.tiles_seen is None or not _tensor_maps_fit(t, layout):
+    if layout.visible_rows is None or not _tensor_maps_fit(t, layout):
         return None
+    gqa_ratio = _gqa_ratio(t)
+    sizes = layout.block_size, gqa_ratio
     if not (keeps(*sizes, t.q.shape[2]) and countable(layout.num_ctx, layout.num_blocks, *sizes)):
         return None
-    return layout.images(t.k_blk.shape[1], _gqa_ratio(t))
+    return layout.images(t.k_blk.shape[1], gqa_ratio)
 
 
 def _backward_cuda(

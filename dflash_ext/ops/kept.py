@@ -140,8 +140,9 @@ def take_room(like: Tensor, counts: ImageCounts, least: int | None) -> KeptDS | 
     if least is None or device.index in _short:
         return None
     needed = bytes_for(counts, device)
+    wanted = max(needed, min(least, ds_limit(device))) if least else needed
     try:
-        images = like.new_empty(max(needed, min(least, ds_limit(device))) // like.element_size())
+        images = like.new_empty(wanted // like.element_size())
     except torch.OutOfMemoryError:
         _short.add(device.index)
         warnings.warn(

@@ -80,10 +80,11 @@ class AttentionLayout:
 
     def images(self, kv_heads: int, gqa_ratio: int) -> ImageCounts | None:
         """Images of dS that a backward fills at most; None: not known."""
-        if self.tiles_seen is None:
+        seen = self.tiles_seen
+        if seen is None:
             return None
         return image_counts(
-            tiles_seen=self.tiles_seen,
+            tiles_seen=seen,
             num_ctx=self.num_ctx,
             num_blocks=self.num_blocks,
             block_size=self.block_size,

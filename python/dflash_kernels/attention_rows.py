@@ -13,8 +13,8 @@ those of its block (up to its own slot if causal). A tile of keys that every row
 takes no mask; only the tiles at the interval's ends and the own keys do. There, keys and rows of a
 tile beyond what the program sees are read as its last visible one instead, so that nothing outside
 enters the arithmetic, not even as 0 * NaN (dQ of kept dS, hopper_kept.py, multiplies whole tiles of
-keys). `window` is 2**30 where there is none. A padding block
-has ctx_start > ctx_end and sees nothing.
+keys). `window` is 2**30 where there is none. A padding block has ctx_start > ctx_end and sees
+nothing.
 
 Softmax runs in base 2: `scale_log2 = scale * log2(e)`, and `lse` is a base-2 logarithm, +inf for a
 padding row, which makes every probability that the backward recomputes from it exactly 0.

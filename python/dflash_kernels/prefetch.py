@@ -4,8 +4,8 @@ Triton 3.6 pipelines tensor-map copies over two slots so that a turn of the loop
 copies of what the next one begins with, and every turn waits for all of their latency. There is no
 need to: the slot that they fill was last read by products of the turn before, and this turn's first
 wait covers those. In front of its second one, behind the product that it is for, the copies have
-nearly a turn's time. A third slot would do the same,
-but takes the shared memory of a second program on the multiprocessor.
+nearly a turn's time. A third slot would do the same, but takes the shared memory of a second
+program on the multiprocessor.
 
 The order is changed in Triton's GPU dialect, behind its pipeliner and before it places barriers
 between threads: which barriers the new order needs it finds out by itself.
