@@ -31,7 +31,7 @@ HALF = gl.constexpr(64)  # of one consumer warpgroup
 CONSUMERS = gl.constexpr(2)
 LOG_TILE = gl.constexpr(7)
 # Cells of the message that comes with a work item; the first is the item, or -1: no more.
-CELLS = gl.constexpr(7)
+CELLS = gl.constexpr(8)
 
 
 @aggregate
@@ -242,7 +242,7 @@ class Blocks:
     @gluon.jit
     def key_tiles(self, t, BN: gl.constexpr, ALIGNED: gl.constexpr = False):
         """The tiles of BN keys that row tile t walks: lo, how many, and which all of its rows see;
-        and its reach, the keys from lo to the last that any row sees.
+        and the reach of each consumer, the keys from lo to the last that any of its rows sees.
 
         Tile i covers context rows lo + i * BN and on; tiles [before, before + full) are visible to
         every row. Blocks are sorted, so the first and the last one decide. There is always a tile:
@@ -267,7 +267,11 @@ class Blocks:
         tiles = gl.maximum((last_end - lo + BN - 1) // BN, 1)
         before = gl.minimum((gl.maximum(full_lo - lo, 0) + BN - 1) // BN, tiles)
         full = gl.maximum(gl.maximum(first_end - lo, 0) // BN - before, 0)
-        return lo, tiles, before, gl.minimum(full, tiles - before), last_end - lo
+        full = gl.minimum(full, tiles - before)
+        # A block of 128 rows is both consumers'.
+        middle = gl.minimum(first + (((1 << log_tile) - 1) >> 1), last)
+        middle_end = gl.load(self.ctx_end_ptr + middle)
+        return lo, tiles, before, full, middle_end - lo, last_end - lo
 
     @gluon.jit
     def rows(self, row):
@@ -309,7 +313,7 @@ def schedule_row_tiles(
     item = gl.program_id(0)
     while item < num_items:
         t = blocks.tile_in_document_order(item // num_heads, doc_first_ptr, doc_last_ptr)
-        lo, tiles, before, full, reach = blocks.key_tiles(t, BN, ALIGNED)
+        lo, tiles, before, full, reach_0, reach_1 = blocks.key_tiles(t, BN, ALIGNED)
         items.wait_empty(r)
         items.write(r, 0, item)
         items.write(r, 1, t)
@@ -317,7 +321,8 @@ def schedule_row_tiles(
         items.write(r, 3, tiles)
         items.write(r, 4, before)
         items.write(r, 5, full)
-        items.write(r, 6, reach)
+        items.write(r, 6, reach_0)
+        items.write(r, 7, reach_1)
         items.send(r)
         item = draw_item(counter_ptr)
         r += 1

@@ -3,9 +3,9 @@ the mask.
 
 Per item a consumer computes softmax over its own block's keys and the first context tile together,
 then walks the rest: S of tile j and P V of tile j - 1 are in flight together, and one consumer's
-products run beside the other's softmax. Where the last tile is seen in its first half only, only
-that is computed. A block's own keys and values travel through a slot of the V ring, so that any G
-fits the same shared memory.
+products run beside the other's softmax. What its rows do not see of the last tiles, a half or more,
+a consumer leaves out. A block's own keys and values travel through a slot of the V ring, so that
+any G fits the same shared memory.
 """
 
 from triton.experimental import gluon
@@ -184,7 +184,7 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
         tiles = items.read(r, 3)
         before = items.read(r, 4)
         full = items.read(r, 5)
-        reach = items.read(r, 6)
+        reach = items.read(r, 6 + WG)
         items.release(r)
         kv_head = item % num_kv_heads
         q = half_of_slot(q_ring.slot(r), WG, D)
@@ -231,10 +231,11 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
             tma.store_wait(0)
             q_ring.release(r - 1)
         v_first = v_base + OWN_SLOTS
-        # Where nobody sees the last tile's second half, its first half is a step of its own.
-        half = (tiles > 1) & (reach - (tiles - 1) * BN <= BN // 2)
-        last = tiles - 1
-        for j in range(1, tiles - half.to(gl.int32)):
+        # Its rows may need fewer tiles than the other consumer's, and half of the last.
+        mine = gl.maximum((reach + BN - 1) // BN, 1)
+        last = mine - 1
+        half = (last > 0) & (reach - last * BN <= BN // 2)
+        for j in range(1, mine - half.to(gl.int32)):
             k_at = k_base + j
             v_at = v_first + j - 1
             p, acc, m, total = _step(
@@ -249,6 +250,9 @@ def _attend(shared, WG: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, OWN: gl
             acc = _last_product(v_ring, v_first + last, p_half, acc, BN, D)
         else:
             acc = _last_product(v_ring, v_first + last, p, acc, BN, D)
+        for j in range(mine, tiles):
+            k_ring.skip(k_base + j)
+            v_ring.skip(v_first + j)
         k_base += tiles
         v_base = v_first + tiles
         real = lower <= end
