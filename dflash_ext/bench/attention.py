@@ -1,8 +1,8 @@
 """`python -m dflash_ext.bench attention`: the operator against what torch offers, in the same run.
 
-On CUDA: shapes A-D beside torch's compiled flex_attention on the same mask, our own plain Triton
-path, cuDNN's dense causal attention and the bf16 8192^3 matrix product, which is in every round;
-sweeps over one dimension at a time; first call against the hundredth. On the CPU: the C++ operator
+On CUDA: shapes A-D beside the bf16 8192^3 matrix product and our own plain Triton path, and beside
+torch's compiled flex_attention on the same mask and cuDNN's dense causal attention; sweeps over one
+dimension at a time; first call against the hundredth. On the CPU: the C++ operator
 against scaled_dot_product_attention with the dense mask.
 """
 
@@ -38,21 +38,34 @@ from dflash_ext.ops import attention as operator
 from dflash_ext.record import environment
 
 BURST = 0.06  # seconds at a stretch: long enough to be at the power limit, as training is
+MORE = 3  # times as many rounds where few percent decide
 PASSES = {"fwd": FORWARD_FLOPS, "bwd": BACKWARD_FLOPS}
 
 
-def cuda_numbers(work: int, seconds: Mapping[str, float]) -> Row:
-    """A row's speeds and ratios from the medians of one interleaved measurement.
+def own_numbers(work: int, seconds: Mapping[str, float]) -> Row:
+    """Our speeds, and their ratios to the product's, from the medians of one measurement.
 
-    `work` is visible pairs * Hq * D. `over_X` is our speed in units of X's in the same rounds: of
-    useful FLOP/s for the product and for cuDNN (the faster of its two lengths), of time for flex.
+    `work` is visible pairs * Hq * D; both speeds are of useful FLOP/s.
     """
     product = anchors.product_flops("cuda") / seconds["product"] / 1e12
     row: Row = {"product_tflops": product}
     for p, flops in PASSES.items():
-        tflops = flops * work / seconds[p] / 1e12
-        row |= {f"{p}_ms": seconds[p] * 1e3, f"{p}_tflops": tflops}
-        row[f"{p}_over_product"] = tflops / product
+        row[f"{p}_ms"] = seconds[p] * 1e3
+        for name in ("", "triton ", "recomputed ", "triton recomputed "):
+            if f"{name}{p}" in seconds:
+                key = f"{name}{p}".replace(" ", "_")
+                row[f"{key}_tflops"] = flops * work / seconds[f"{name}{p}"] / 1e12
+                row[f"{key}_over_product"] = row[f"{key}_tflops"] / product
+    return row | {"layout_ms": seconds["layout"] * 1e3}
+
+
+def anchor_numbers(work: int, seconds: Mapping[str, float]) -> Row:
+    """The anchors' speeds, and ours in units of theirs in the same rounds.
+
+    Of useful FLOP/s for cuDNN (the faster of its two lengths), of time for flex.
+    """
+    row: Row = {}
+    for p, flops in PASSES.items():
         dense = [
             flops / FORWARD_FLOPS * anchors.cudnn_flops(n) / seconds[f"cudnn {n} {p}"] / 1e12
             for n in anchors.CUDNN_LENGTHS
@@ -60,16 +73,11 @@ def cuda_numbers(work: int, seconds: Mapping[str, float]) -> Row:
         ]
         if dense:
             row[f"cudnn_{p}_tflops"] = max(dense)
-            row[f"{p}_over_cudnn"] = tflops / max(dense)
-        for name in ("triton", "flex", "recomputed", "triton recomputed"):
-            if f"{name} {p}" in seconds:
-                key = name.replace(" ", "_")
-                row[f"{key}_{p}_tflops"] = flops * work / seconds[f"{name} {p}"] / 1e12
-                if name != "flex":
-                    row[f"{key}_{p}_over_product"] = row[f"{key}_{p}_tflops"] / product
+            row[f"{p}_over_cudnn"] = flops * work / seconds[p] / 1e12 / max(dense)
         if f"flex {p}" in seconds:
+            row[f"flex_{p}_tflops"] = flops * work / seconds[f"flex {p}"] / 1e12
             row[f"{p}_over_flex"] = seconds[f"flex {p}"] / seconds[p]
-    return row | {"layout_ms": seconds["layout"] * 1e3}
+    return row
 
 
 def window_overhead(pairs: int, plain_pairs: int, seconds: Mapping[str, float]) -> Row:
@@ -87,9 +95,10 @@ class CudaBench:
         self.rounds = rounds
         self.keep = keep
         self.result: Row = {"shapes": [], "sweeps": [], "first_calls": [], "failed": []}
-        self.always: dict[str, Run] = {"product": anchors.product_run("cuda")}
+        self.product = {"product": anchors.product_run("cuda")}
+        self.dense: dict[str, Run] = {}
         for length in anchors.CUDNN_LENGTHS if dense else ():
-            self.always |= self._anchor(f"cudnn {length}", partial(anchors.cudnn_runs, length))
+            self.dense |= self._anchor(f"cudnn {length}", partial(anchors.cudnn_runs, length))
 
     def _anchor(self, name: str, set_up: Callable[[], dict[str, Run]]) -> dict[str, Run]:
         """An anchor's contestants; one that fails is said and kept, and does not end the run."""
@@ -103,17 +112,23 @@ class CudaBench:
             self.result["failed"].append(line)
             return {}
 
-    def row(self, shape: Shape, flex: bool = False, triton: bool = False) -> Row:
-        """One shape beside every contestant; a window also beside the same pairs without it."""
+    def row(self, shape: Shape, flex: bool = False, triton: bool = False, times: int = 1) -> Row:
+        """One shape beside every contestant; a window also beside the same pairs without it.
+
+        Ours and the product have rounds of their own, `times` as many: they keep the card at its
+        power limit, as training does. Flex draws far less, and what follows it starts on a cool
+        card, which favours the product.
+        """
         problem = make_problem(shape, "cuda", torch.bfloat16)
         layout = problem.build_layout()
-        runs = self.always | operator_runs(problem, layout)
+        operators = operator_runs(problem, layout)
+        ours, others = self.product | operators, dict(self.dense)
         extra: Row = {"kept_gb": kept_bytes(problem, layout) / 1e9}
         if triton:
             forced = partial(forced_runs, problem, layout, "triton")
-            runs |= self._anchor(f"plain Triton {shape.name}", forced)
-            runs["recomputed bwd"] = recomputed_run(problem, layout, None)
-            runs["triton recomputed bwd"] = recomputed_run(problem, layout, "triton")
+            ours |= self._anchor(f"plain Triton {shape.name}", forced)
+            ours["recomputed bwd"] = recomputed_run(problem, layout, None)
+            ours["triton recomputed bwd"] = recomputed_run(problem, layout, "triton")
         if flex:
 
             def set_up() -> dict[str, Run]:
@@ -121,18 +136,21 @@ class CudaBench:
                 extra.update(costs)
                 return flex_runs
 
-            runs |= self._anchor(f"flex {shape.name}", set_up)
-        seconds = interleaved(runs, "cuda", self.rounds, BURST)
+            others |= self._anchor(f"flex {shape.name}", set_up)
+        seconds = interleaved(ours, "cuda", times * self.rounds, BURST)
         pairs, path = useful_pairs(layout), operator.attention_path(problem.leaves, layout)
         row: Row = {"shape": shape.name, "what": shape.what, "path": path, "pairs": pairs}
-        row |= cuda_numbers(pairs * shape.Hq * shape.D, seconds) | extra
+        work = pairs * shape.Hq * shape.D
+        row |= own_numbers(work, seconds) | extra
+        both = {p: operators[p] for p in PASSES}
+        if others:
+            row |= anchor_numbers(work, interleaved(both | others, "cuda", self.rounds, BURST))
         plain = without_window(problem)
         if plain.shape != problem.shape:
             plain_layout = plain.build_layout()
             plain_runs = operator_runs(plain, plain_layout)
-            both = {p: runs[p] for p in PASSES} | {f"plain {p}": plain_runs[p] for p in PASSES}
-            # Few percent are asked for: by themselves, and in more rounds.
-            seconds = interleaved(both, "cuda", 3 * self.rounds, BURST)
+            pair = both | {f"plain {p}": plain_runs[p] for p in PASSES}
+            seconds = interleaved(pair, "cuda", MORE * self.rounds, BURST)
             row |= window_overhead(pairs, useful_pairs(plain_layout), seconds)
             row["plain_path"] = operator.attention_path(plain.leaves, plain_layout)
         ratios = ", ".join(f"{p} {row[f'{p}_over_product']:.3f}" for p in PASSES)
@@ -141,7 +159,7 @@ class CudaBench:
 
     def shapes(self, flex: bool) -> None:
         for shape in CUDA_SHAPES:
-            row = self.row(shape, flex=flex, triton=True)
+            row = self.row(shape, flex=flex, triton=True, times=MORE)
             self.result["shapes"].append(row)
             for line in missed(row):
                 print(f"floor missed: {line}", flush=True)
@@ -206,7 +224,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             f"--{name}", action=argparse.BooleanOptionalAction, help=f"{what} (CUDA: on)"
         )
     parser.add_argument("--png", type=Path, default=None, help="draw the speeds into this file")
-    args = parsed(parser, argv, rounds=7, cpu_rounds=3)
+    args = parsed(parser, argv, rounds=5, cpu_rounds=3)
     for name in ("flex", "dense", "sweeps", "first_calls"):
         given = getattr(args, name)
         if args.device == "cuda":
