@@ -49,7 +49,7 @@ run_step() {
       step cpu_tests 120 python3 -m pytest -q tests/test_attention_cpu.py ;;
     attention)
       # shellcheck disable=SC2086
-      step attention 300 python3 -m dflash_ext.bench attention --json "$out/attention_h200.json" \
+      step attention 360 python3 -m dflash_ext.bench attention --json "$out/attention_h200.json" \
         ${ATTENTION_OPTIONS:-}
       step picture 60 python3 -m dflash_ext.bench plot "$out/attention_h200.json" \
         "$out/attention_h200.png" ;;
