@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -110,12 +112,13 @@ def test_without_window_of_the_swept_windows() -> None:
 
 
 def test_flex_is_given_the_same_mask() -> None:
-    layout = small().build_layout()
+    p = small()
+    layout = p.build_layout()
     rows = layout.num_blocks * layout.block_size
     q = torch.arange(rows)[:, None]
     kv = torch.arange(layout.num_ctx + rows)[None]
-    visible = anchors.flex_visible(layout)
-    assert torch.equal(visible(q, q, q, kv), visible_pairs(layout))
+    for visible in (anchors.flex_visible(layout), anchors.flex_by_document(p)):
+        assert torch.equal(visible(q, q, q, kv), visible_pairs(layout))
 
 
 def test_sdpa_contestant_computes_the_operator() -> None:
@@ -150,6 +153,7 @@ def test_numbers_of_round_times() -> None:
         | {
             "flex fwd": 30e-6,
             "flex bwd": 200e-6,
+            "flex intervals bwd": 150e-6,
             "cudnn 4096 fwd": dense / 16 / 100e12,
             "cudnn 4096 bwd": 2.5 * dense / 16 / 100e12,
             "cudnn 16384 fwd": dense / 200e12,
@@ -169,6 +173,7 @@ def test_numbers_of_round_times() -> None:
         "triton_recomputed_bwd_over_product": 0.1,
         "fwd_over_flex": 3,
         "bwd_over_flex": 4,
+        "bwd_over_flex_intervals": 3,
         "flex_bwd_tflops": 50,
         "cudnn_fwd_tflops": 200,
         "fwd_over_cudnn": 2,
@@ -176,6 +181,17 @@ def test_numbers_of_round_times() -> None:
         "layout_ms": 0.02,
     }
     assert {k: numbers[k] for k in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_nobody_keeps_following_the_same_one(n: int) -> None:
+    names = [str(i) for i in range(n)]
+    orders = timing.balanced_orders(names, 2 * n)
+    assert all(sorted(order) == names for order in orders)
+    follows = Counter(pair for order in orders for pair in pairwise(order))
+    assert all(follows[a, b] == 2 for a in names for b in names if a != b)
+    few = timing.balanced_orders(names, max(n // 2, 1))  # fewer rounds than names: still nobody
+    assert max(Counter(p for o in few for p in pairwise(o)).values(), default=1) == 1
 
 
 def test_window_overhead_is_per_visible_pair() -> None:

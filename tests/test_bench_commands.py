@@ -105,9 +105,13 @@ def test_attention_as_on_cuda(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(attention, "make_problem", on_cpu)
-    monkeypatch.setattr(
-        attention, "interleaved", lambda runs, device, n, burst: timing.interleaved(runs, "cpu", n)
-    )
+    measured: list[tuple[set[str], int]] = []
+
+    def interleaved(runs: Any, device: str, rounds: int, burst: float) -> dict[str, float]:
+        measured.append((set(runs), rounds))
+        return timing.interleaved(runs, "cpu", 1)
+
+    monkeypatch.setattr(attention, "interleaved", interleaved)
     monkeypatch.setattr(attention, "CUDA_SHAPES", (SMALL, replace(SMALL, name="B")))
     windowed = replace(SMALL, name="window 20", window=20)
     monkeypatch.setattr(attention, "sweeps", lambda: (("base", SMALL), ("window", windowed)))
@@ -119,8 +123,8 @@ def test_attention_as_on_cuda(
     monkeypatch.setattr(
         anchors,
         "flex_runs",
-        lambda p, layout: (
-            {f"flex {k[5:]}": r for k, r in anchors.sdpa_runs(p, layout).items()},
+        lambda name, mask, p, layout: (
+            {f"{name} {k[5:]}": r for k, r in anchors.sdpa_runs(p, layout).items()},
             {"flex_first_s": 6.0, "flex_mask_ms": 9.0, "flex_difference": 0.003},
         ),
     )
@@ -146,6 +150,13 @@ def test_attention_as_on_cuda(
     assert result["failed"] == [
         f"cudnn {n}: RuntimeError: no kernel for {n}" for n in (4096, 16384)
     ]
+    ours = {"product", "fwd", "bwd"}
+    paths = {"triton fwd", "triton bwd", "recomputed bwd", "triton recomputed bwd"}
+    flex = {f"{name} {p}" for name in ("flex", "flex intervals") for p in ("fwd", "bwd")}
+    shape = [(ours | paths, 6), ({"layout"}, 2), ({"fwd", "bwd"} | flex, 2)]
+    sweep = [(ours, 2), ({"layout"}, 2)]
+    window = ({"fwd", "bwd", "plain fwd", "plain bwd"}, 6)
+    assert measured == [*shape, *shape, *sweep, *sweep, window]
     row = result["shapes"][0]
     assert row["pairs"] == int(visible_pairs(small().build_layout()).sum())
     assert {"triton_recomputed_bwd_over_product", "bwd_over_flex", "flex_first_s"} <= row.keys()
@@ -153,11 +164,12 @@ def test_attention_as_on_cuda(
     assert [r["sweep"] for r in result["sweeps"]] == ["base", "window"]
     assert "fwd_overhead" not in result["sweeps"][0]
     assert result["sweeps"][1]["plain_path"] == "hopper"
-    # Two series of bars nobody measured are not drawn; the colours stay those of the contestants.
+    # A series of bars that nobody measured is not drawn; the colours stay those of the contestants.
     assert [(b.label, b.colour) for b in plot.bars(result, "fwd")] == [
         ("ours", "C0"),
         ("ours, plain Triton", "C1"),
         ("compiled flex_attention", "C2"),
+        ("the same, mask by intervals", "C3"),
     ]
 
     text = tables.docs(tmp_path)

@@ -96,7 +96,10 @@ def sdpa_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
     return {"sdpa fwd": forward, "sdpa bwd": gradient_run(forward(), problem.leaves)}
 
 
-def flex_visible(layout: AttentionLayout) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def flex_visible(layout: AttentionLayout) -> Mask:
     """The mask of a layout without window or causality, as flex_attention wants it."""
     B, T = layout.block_size, layout.num_ctx
     start, end = layout.ctx_start.long(), layout.ctx_end.long()
@@ -108,7 +111,25 @@ def flex_visible(layout: AttentionLayout) -> Callable[[Tensor, Tensor, Tensor, T
     return visible
 
 
-def flex_runs(problem: Problem, layout: AttentionLayout) -> tuple[dict[str, Run], dict[str, float]]:
+def flex_by_document(problem: Problem) -> Mask:
+    """The same mask from numbers of documents, as trainers write it; floors were taken with it."""
+    B, T = problem.shape.B, problem.shape.T
+    anchors = problem.ctx_end.long()
+    lengths = torch.tensor(problem.shape.documents, device=anchors.device)
+    document = torch.arange(len(lengths), device=anchors.device).repeat_interleave(lengths)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        block = q // B
+        anchor = anchors[block]
+        same = document[kv.clamp(max=T - 1)] == document[anchor]
+        return ((kv < T) & (kv < anchor) & same) | ((kv >= T) & ((kv - T) // B == block))
+
+    return visible
+
+
+def flex_runs(
+    name: str, visible: Mask, problem: Problem, layout: AttentionLayout
+) -> tuple[dict[str, Run], dict[str, float]]:
     """Compiled flex_attention on the same mask, and what it costs before it runs.
 
     Second value: `flex_first_s`, the first forward and backward (compilation); `flex_mask_ms`, its
@@ -117,7 +138,7 @@ def flex_runs(problem: Problem, layout: AttentionLayout) -> tuple[dict[str, Run]
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    visible, rows = flex_visible(layout), problem.leaves.q.shape[0]
+    rows = problem.leaves.q.shape[0]
     flex = torch.compile(flex_attention, dynamic=False)
     q, k, v = (x.detach().contiguous().requires_grad_() for x in joined(problem.leaves))
     mask_seconds = []
@@ -140,7 +161,7 @@ def flex_runs(problem: Problem, layout: AttentionLayout) -> tuple[dict[str, Run]
     difference = _difference(problem, layout, out, q)
     if not difference < LARGEST_DIFFERENCE:
         raise WrongResult(f"our attention and flex differ by {difference:.3g}")
-    return {"flex fwd": forward, "flex bwd": backward}, {
+    return {f"{name} fwd": forward, f"{name} bwd": backward}, {
         "flex_first_s": first,
         "flex_mask_ms": statistics.median(mask_seconds[1:]) * 1e3,
         "flex_difference": difference,

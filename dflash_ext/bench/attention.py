@@ -74,9 +74,11 @@ def anchor_numbers(work: int, seconds: Mapping[str, float]) -> Row:
         if dense:
             row[f"cudnn_{p}_tflops"] = max(dense)
             row[f"{p}_over_cudnn"] = flops * work / seconds[p] / 1e12 / max(dense)
-        if f"flex {p}" in seconds:
-            row[f"flex_{p}_tflops"] = flops * work / seconds[f"flex {p}"] / 1e12
-            row[f"{p}_over_flex"] = seconds[f"flex {p}"] / seconds[p]
+        for name in ("flex", "flex intervals"):
+            if f"{name} {p}" in seconds:
+                key = name.replace(" ", "_")
+                row[f"{key}_{p}_tflops"] = flops * work / seconds[f"{name} {p}"] / 1e12
+                row[f"{p}_over_{key}"] = seconds[f"{name} {p}"] / seconds[p]
     return row
 
 
@@ -121,8 +123,9 @@ class CudaBench:
         """
         problem = make_problem(shape, "cuda", torch.bfloat16)
         layout = problem.build_layout()
-        operators = operator_runs(problem, layout)
-        ours, others = self.product | operators, dict(self.dense)
+        both = operator_runs(problem, layout)
+        build = both.pop("layout")
+        ours, others = self.product | both, dict(self.dense)
         extra: Row = {"kept_gb": kept_bytes(problem, layout) / 1e9}
         if triton:
             forced = partial(forced_runs, problem, layout, "triton")
@@ -131,18 +134,21 @@ class CudaBench:
             ours["triton recomputed bwd"] = recomputed_run(problem, layout, "triton")
         if flex:
 
-            def set_up() -> dict[str, Run]:
-                flex_runs, costs = anchors.flex_runs(problem, layout)
+            def set_up(name: str, mask: anchors.Mask) -> dict[str, Run]:
+                flex_runs, costs = anchors.flex_runs(name, mask, problem, layout)
                 extra.update(costs)
                 return flex_runs
 
-            others |= self._anchor(f"flex {shape.name}", set_up)
+            intervals, documents = anchors.flex_visible(layout), anchors.flex_by_document(problem)
+            for name, mask in (("flex intervals", intervals), ("flex", documents)):
+                others |= self._anchor(f"{name} {shape.name}", partial(set_up, name, mask))
         seconds = interleaved(ours, "cuda", times * self.rounds, BURST)
+        # Apart, because a burst of it leaves the card idle.
+        seconds |= interleaved({"layout": build}, "cuda", self.rounds, BURST)
         pairs, path = useful_pairs(layout), operator.attention_path(problem.leaves, layout)
         row: Row = {"shape": shape.name, "what": shape.what, "path": path, "pairs": pairs}
         work = pairs * shape.Hq * shape.D
         row |= own_numbers(work, seconds) | extra
-        both = {p: operators[p] for p in PASSES}
         if others:
             row |= anchor_numbers(work, interleaved(both | others, "cuda", self.rounds, BURST))
         plain = without_window(problem)

@@ -26,6 +26,7 @@ CUDA_BARS = (
     ("ours", "{p}_tflops"),
     ("ours, plain Triton", "triton_{p}_tflops"),
     ("compiled flex_attention", "flex_{p}_tflops"),
+    ("the same, mask by intervals", "flex_intervals_{p}_tflops"),
     ("cuDNN, dense causal", "cudnn_{p}_tflops"),
 )
 CPU_BARS = (("ours", "{p}_gflops"), ("SDPA, dense mask", "sdpa_{p}_gflops"))
@@ -50,7 +51,7 @@ def require_matplotlib() -> None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Forward and backward side by side into `path`; the ceiling is the same rounds' product."""
+    """Forward and backward side by side into `path`; the ceiling is the product in our rounds."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -73,7 +74,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for x, row in enumerate(rows):
             ceiling = row.get(f"product_{unit}")
             if ceiling is not None:
-                name = "matrix product, same rounds" if x == 0 else None
+                name = "matrix product, in our rounds" if x == 0 else None
                 axes.plot([x - 0.45, x + 0.45], [ceiling] * 2, "k--", linewidth=1, label=name)
         names = [
             f"{row['shape']}\n{row['dtype']}" if "dtype" in row else row["shape"] for row in rows

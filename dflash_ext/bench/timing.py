@@ -1,16 +1,15 @@
 """Clocks of the benchmarks: device time without the host in it, and host time without the device.
 
-Contestants are timed in bursts, in interleaved rounds of random order, and medians are reported: a
-power-limited card runs faster or slower with what ran before.
+Contestants are timed in bursts, in interleaved rounds of balanced order, and medians are reported:
+a power-limited card runs faster or slower with what ran before.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,12 +81,26 @@ def interleaved(
     return medians({name: x.seconds for name, x in contestants.items()}, rounds)
 
 
+def balanced_orders(names: Sequence[str], rounds: int) -> list[list[str]]:
+    """An order of the names for each round, such that nobody keeps following the same one.
+
+    A burst inherits the clock that the one before it left. Over n rounds of n names (2 n, if n is
+    odd) everybody directly follows everybody else equally often: Williams' design of 1949, a zigzag
+    that is shifted round by round.
+    """
+    n = len(names)
+    zigzag = [(i + 1) // 2 if i % 2 else (n - i // 2) % n for i in range(n)]
+    orders = []
+    for shift in range(rounds):
+        order = [names[(i + shift) % n] for i in zigzag]
+        orders.append(order if n % 2 == 0 or shift // n % 2 == 0 else order[::-1])
+    return orders
+
+
 def medians(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median of what each timer returns over `rounds` rounds of random order."""
+    """Median of what each timer returns over `rounds` rounds, in `balanced_orders`."""
     times: dict[str, list[float]] = {name: [] for name in timers}
-    order, shuffle = list(timers), random.Random(0).shuffle
-    for _ in range(rounds):
-        shuffle(order)  # nobody always follows the one that heats the card most
+    for order in balanced_orders(list(timers), rounds):
         for name in order:
             times[name].append(timers[name]())
     return {name: statistics.median(t) for name, t in times.items()}

@@ -5,7 +5,7 @@ rows (forward, dQ) or 128 keys (dK/dV) of one key-value head. Programs are persi
 partitions each: two consumer warpgroups compute with wgmma, 64 rows or keys each; a loader warp
 feeds shared memory with TMA; a scheduler warp draws the next item from a counter and finds what it
 covers. So an item's loads overlap the arithmetic of the one before, and no program idles at the
-end. The scheduler is apart because finding an item takes three dependent trips to L2, longer than
+end. The scheduler is apart because finding an item takes four dependent trips to L2, longer than
 the loader may be away from its rings.
 
 Rows are flattened (block, slot, head of the group) triples as in attention_rows.py. Here B and G
@@ -270,7 +270,8 @@ class Blocks:
         full = gl.minimum(full, tiles - before)
         # A block of 128 rows is both consumers'.
         middle = gl.minimum(first + (((1 << log_tile) - 1) >> 1), last)
-        middle_end = gl.load(self.ctx_end_ptr + middle)
+        # Never beyond the tiles, even if somebody's intervals are not sorted: it would hang.
+        middle_end = gl.minimum(gl.load(self.ctx_end_ptr + middle), last_end)
         return lo, tiles, before, full, middle_end - lo, last_end - lo
 
     @gluon.jit

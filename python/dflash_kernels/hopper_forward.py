@@ -3,9 +3,9 @@ the mask.
 
 Per item a consumer computes softmax over its own block's keys and the first context tile together,
 then walks the rest: S of tile j and P V of tile j - 1 are in flight together, and one consumer's
-products run beside the other's softmax. What its rows do not see of the last tiles, a half or more,
-a consumer leaves out. A block's own keys and values travel through a slot of the V ring, so that
-any G fits the same shared memory.
+products run beside the other's softmax. What its rows do not see behind the first tile, a half of
+one or more, a consumer leaves out. A block's own keys and values travel through a slot of the V
+ring, so that any G fits the same shared memory.
 """
 
 from triton.experimental import gluon
