@@ -23,6 +23,7 @@ from dflash_ext.bench.markdown import Row
 from dflash_ext.bench.problem import (
     BACKWARD_FLOPS,
     FORWARD_FLOPS,
+    Problem,
     forced_runs,
     kept_bytes,
     make_problem,
@@ -35,9 +36,10 @@ from dflash_ext.bench.shapes import CPU_SHAPES, CUDA_SHAPES, Shape, missed, swee
 from dflash_ext.bench.timing import Run, interleaved, rounded, tidy
 from dflash_ext.errors import UserError
 from dflash_ext.ops import attention as operator
+from dflash_ext.ops.layout import AttentionLayout
 from dflash_ext.record import environment
 
-BURST = 0.06  # seconds at a stretch: long enough to be at the power limit, as training is
+BURST = 0.06  # seconds at a stretch: at the power limit, as training is, if the one before was
 MORE = 3  # times as many rounds where few percent decide
 PASSES = {"fwd": FORWARD_FLOPS, "bwd": BACKWARD_FLOPS}
 
@@ -119,49 +121,61 @@ class CudaBench:
 
         Ours and the product have rounds of their own, `times` as many: every contestant runs at the
         card's power limit, at a clock of its own, and a burst inherits that of the one before it.
-        Behind flex, which leaves the highest, both are up to 15 % faster (docs/kernel_notes.md).
+        Behind flex, which leaves the highest, both are 12 to 24 % faster (docs/kernel_notes.md).
         """
         problem = make_problem(shape, "cuda", torch.bfloat16)
         layout = problem.build_layout()
         both = operator_runs(problem, layout)
-        build = both.pop("layout")
-        ours, others = self.product | both, dict(self.dense)
-        extra: Row = {"kept_gb": kept_bytes(problem, layout) / 1e9}
-        if triton:
-            forced = partial(forced_runs, problem, layout, "triton")
-            ours |= self._anchor(f"plain Triton {shape.name}", forced)
-            ours["recomputed bwd"] = recomputed_run(problem, layout, None)
-            ours["triton recomputed bwd"] = recomputed_run(problem, layout, "triton")
-        if flex:
-
-            def set_up(name: str, mask: anchors.Mask) -> dict[str, Run]:
-                flex_runs, costs = anchors.flex_runs(name, mask, problem, layout)
-                extra.update(costs)
-                return flex_runs
-
-            intervals, documents = anchors.flex_visible(layout), anchors.flex_by_document(problem)
-            for name, mask in (("flex intervals", intervals), ("flex", documents)):
-                others |= self._anchor(f"{name} {shape.name}", partial(set_up, name, mask))
+        build = {"layout": both.pop("layout")}
+        ours = self.product | both | (self._paths(problem, layout) if triton else {})
         seconds = interleaved(ours, "cuda", times * self.rounds, BURST)
         # Apart, because a burst of it leaves the card idle.
-        seconds |= interleaved({"layout": build}, "cuda", self.rounds, BURST)
+        seconds |= interleaved(build, "cuda", self.rounds, BURST)
         pairs, path = useful_pairs(layout), operator.attention_path(problem.leaves, layout)
-        row: Row = {"shape": shape.name, "what": shape.what, "path": path, "pairs": pairs}
         work = pairs * shape.Hq * shape.D
-        row |= own_numbers(work, seconds) | extra
+        row: Row = {"shape": shape.name, "what": shape.what, "path": path, "pairs": pairs}
+        row |= own_numbers(work, seconds) | {"kept_gb": kept_bytes(problem, layout) / 1e9}
+        others = self.dense | (self._flex(problem, layout, row) if flex else {})
         if others:
             row |= anchor_numbers(work, interleaved(both | others, "cuda", self.rounds, BURST))
         plain = without_window(problem)
         if plain.shape != problem.shape:
-            plain_layout = plain.build_layout()
-            plain_runs = operator_runs(plain, plain_layout)
-            pair = both | {f"plain {p}": plain_runs[p] for p in PASSES}
-            seconds = interleaved(pair, "cuda", MORE * self.rounds, BURST)
-            row |= window_overhead(pairs, useful_pairs(plain_layout), seconds)
-            row["plain_path"] = operator.attention_path(plain.leaves, plain_layout)
+            row |= self._window(plain, both, pairs)
         ratios = ", ".join(f"{p} {row[f'{p}_over_product']:.3f}" for p in PASSES)
         print(f"{shape.name}: {path}, × product {ratios}", flush=True)
         return tidy(row)
+
+    def _paths(self, problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
+        """Ours on the plain path, and both paths' backward with dS recomputed."""
+        forced = partial(forced_runs, problem, layout, "triton")
+        runs = self._anchor(f"plain Triton {problem.shape.name}", forced)
+        runs["recomputed bwd"] = recomputed_run(problem, layout, None)
+        runs["triton recomputed bwd"] = recomputed_run(problem, layout, "triton")
+        return runs
+
+    def _flex(self, problem: Problem, layout: AttentionLayout, row: Row) -> dict[str, Run]:
+        """Flex with either mask; what the second costs before it runs goes into `row`."""
+
+        def set_up(name: str, mask: anchors.Mask) -> dict[str, Run]:
+            runs, costs = anchors.flex_runs(name, mask, problem, layout)
+            row.update(costs)
+            return runs
+
+        name = problem.shape.name
+        intervals = partial(set_up, "flex intervals", anchors.flex_visible(layout))
+        documents = partial(set_up, "flex", anchors.flex_by_document(problem))
+        return self._anchor(f"flex by intervals {name}", intervals) | self._anchor(
+            f"flex {name}", documents
+        )
+
+    def _window(self, plain: Problem, both: dict[str, Run], pairs: int) -> Row:
+        """`both` passes of a window over `pairs` against those of `without_window`."""
+        layout = plain.build_layout()
+        runs = operator_runs(plain, layout)
+        against = both | {f"plain {p}": runs[p] for p in PASSES}
+        seconds = interleaved(against, "cuda", MORE * self.rounds, BURST)
+        row = window_overhead(pairs, useful_pairs(layout), seconds)
+        return row | {"plain_path": operator.attention_path(plain.leaves, layout)}
 
     def shapes(self, flex: bool) -> None:
         for shape in CUDA_SHAPES:
