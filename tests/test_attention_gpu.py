@@ -19,13 +19,11 @@ from dflash_ext import _C
 from dflash_ext.bench.problem import make_problem
 from dflash_ext.bench.shapes import CUDA_SHAPES
 from dflash_ext.ops.attention import (
-    Tensors,
-    attention_path,
     dflash_attention,
     dflash_attention_forward,
-    forced_path,
     visible_pairs,
 )
+from dflash_ext.ops.attention_call import Tensors, attention_path, forced_path
 from dflash_ext.ops.kept import room_for_ds
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference
 

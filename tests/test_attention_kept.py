@@ -18,13 +18,10 @@ from dflash_ext import _C
 from dflash_ext.bench.problem import make_problem
 from dflash_ext.bench.shapes import CUDA_SHAPES
 from dflash_ext.blocks import visible_rows
-from dflash_ext.ops import attention as operator
-from dflash_ext.ops.attention import (
-    Tensors,
-    dflash_attention,
-    forced_path,
-    images_of_ds,
-)
+from dflash_ext.ops import attention_call, attention_cuda
+from dflash_ext.ops.attention import dflash_attention
+from dflash_ext.ops.attention_call import Tensors, forced_path
+from dflash_ext.ops.attention_cuda import images_of_ds
 from dflash_ext.ops.kept import (
     IMAGE_ROWS,
     ImageCounts,
@@ -168,12 +165,12 @@ def test_backward_launches_what_the_launchers_take(
     t, layout, dout = make_inputs(case, BF16)
     layout = replace(layout, schedule=schedule_reference(layout))
     fake = Launchers()
-    monkeypatch.setattr(operator, "_C", fake)
-    monkeypatch.setattr(operator, "reads_by_maps", lambda device: True)
+    monkeypatch.setattr(attention_cuda, "_C", fake)
+    monkeypatch.setattr(attention_call, "reads_by_maps", lambda device: True)
     monkeypatch.setattr("dflash_ext.ops.kept.ds_limit", lambda device: 1 << 30)
-    monkeypatch.setattr(operator, "place", placed)
+    monkeypatch.setattr(attention_cuda, "place", placed)
     lse = torch.zeros(case.G, t[0].shape[0])
-    made = operator._backward_cuda(Tensors(*t), t[0], lse, dout, layout, 0.1, path, least)
+    made = attention_cuda.backward(Tensors(*t), t[0], lse, dout, layout, 0.1, path, least)
     assert [x.shape for x in made] == [x.shape for x in t]
     assert fake.launched == expected
 

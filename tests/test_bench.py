@@ -23,9 +23,9 @@ from dflash_ext.bench.shapes import (
     reached,
     sweeps,
 )
-from dflash_ext.ops import attention as operator
+from dflash_ext.ops import attention_cpu, attention_cuda
 from dflash_ext.ops import layout as layout_ops
-from dflash_ext.ops.attention import visible_pairs
+from dflash_ext.ops.attention import dflash_attention, visible_pairs
 
 # ---- what is measured
 
@@ -125,7 +125,7 @@ def test_sdpa_contestant_computes_the_operator() -> None:
     p = small()
     layout = p.build_layout()
     theirs = anchors.sdpa_runs(p, layout)["sdpa fwd"]()[0].transpose(0, 1)
-    torch.testing.assert_close(operator.dflash_attention(*p.leaves, layout), theirs)
+    torch.testing.assert_close(dflash_attention(*p.leaves, layout), theirs)
 
 
 # ---- arithmetic
@@ -258,10 +258,10 @@ def test_device_time_needs_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_recorded_launch_repeats_the_call() -> None:
     p = small()
-    layout, real = p.build_layout(), operator._C
-    with recorder.recorded(operator) as calls:
-        out = operator.dflash_attention(*p.leaves, layout)
-    assert operator._C is real
+    layout, real = p.build_layout(), attention_cpu._C
+    with recorder.recorded(attention_cpu) as calls:
+        out = dflash_attention(*p.leaves, layout)
+    assert attention_cpu._C is real
     assert [name for name, _ in calls] == ["attention_cpu_forward"]
     expected = out.detach().clone()
     out.detach().zero_()
@@ -273,10 +273,10 @@ def test_recorded_launch_repeats_the_call() -> None:
 def test_a_forced_path_must_be_taken(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p = small()
     layout = p.build_layout()
-    monkeypatch.setattr(operator, "_C", SimpleNamespace(**{kernel: lambda: None}))
+    monkeypatch.setattr(attention_cuda, "_C", SimpleNamespace(**{kernel: lambda: None}))
     monkeypatch.setattr(problem, "dflash_attention", lambda *tensors: None)
     monkeypatch.setattr(
-        problem, "gradient_run", lambda out, leaves: lambda: getattr(operator._C, kernel)()
+        problem, "gradient_run", lambda out, leaves: lambda: getattr(attention_cuda._C, kernel)()
     )
     if kernel.startswith("hopper"):
         with pytest.raises(RuntimeError, match=r"still launched \['hopper_bwd_dq'\]"):

@@ -23,6 +23,7 @@ from dflash_ext.bench.shapes import (
 from dflash_ext.bench.tables import BEGIN, END, with_numbers
 from dflash_ext.errors import UserError
 from dflash_ext.ops import attention as operator
+from dflash_ext.ops import attention_cpu, attention_cuda
 from dflash_ext.ops.attention import visible_pairs
 
 ROOT = Path(__file__).parents[1]
@@ -128,13 +129,14 @@ def test_attention_as_on_cuda(
             {"flex_first_s": 6.0, "flex_mask_ms": 9.0, "flex_difference": 0.003},
         ),
     )
-    monkeypatch.setattr(operator, "attention_path", lambda t, layout: "hopper")
+    for module in (operator, attention):
+        monkeypatch.setattr(module, "attention_path", lambda t, layout: "hopper")
     # What the path names runs on the CPU here.
-    forward, backward = operator._forward_cpu, operator._backward_cpu
-    monkeypatch.setattr(operator, "_forward_cuda", lambda *a: forward(*a[:-1]))
-    monkeypatch.setattr(operator, "_backward_cuda", lambda *a: backward(*a[:-2]))
-    monkeypatch.setattr(operator, "images_of_ds", lambda t, layout: None)
-    monkeypatch.setattr(operator, "forced_path", lambda name: nullcontext())
+    forward, backward = attention_cpu.forward, attention_cpu.backward
+    monkeypatch.setattr(attention_cuda, "forward", lambda *a: forward(*a[:-1]))
+    monkeypatch.setattr(attention_cuda, "backward", lambda *a: backward(*a[:-2]))
+    monkeypatch.setattr(attention_cuda, "images_of_ds", lambda t, layout: None)
+    monkeypatch.setattr(problem, "forced_path", lambda name: nullcontext())
 
     kept = tmp_path / "attention_h200.json"
     attention.main(["--rounds", "2", "--json", str(kept), "--png", str(tmp_path / "a.png")])

@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dflash_ext.bench.problem import Problem, gradient_run
 from dflash_ext.bench.timing import Run, timer
-from dflash_ext.ops.attention import Tensors, dflash_attention, visible_pairs
+from dflash_ext.ops.attention import dflash_attention, visible_pairs
+from dflash_ext.ops.attention_call import Tensors
 from dflash_ext.ops.layout import AttentionLayout
 
 PRODUCT = 8192

@@ -35,7 +35,7 @@ from dflash_ext.bench.problem import (
 from dflash_ext.bench.shapes import CPU_SHAPES, CUDA_SHAPES, Shape, missed, sweeps
 from dflash_ext.bench.timing import Run, interleaved, rounded, tidy
 from dflash_ext.errors import UserError
-from dflash_ext.ops import attention as operator
+from dflash_ext.ops.attention_call import attention_path
 from dflash_ext.ops.layout import AttentionLayout
 from dflash_ext.record import environment
 
@@ -131,7 +131,7 @@ class CudaBench:
         seconds = interleaved(ours, "cuda", times * self.rounds, BURST)
         # Apart, because a burst of it leaves the card idle.
         seconds |= interleaved(build, "cuda", self.rounds, BURST)
-        pairs, path = useful_pairs(layout), operator.attention_path(problem.leaves, layout)
+        pairs, path = useful_pairs(layout), attention_path(problem.leaves, layout)
         work = pairs * shape.Hq * shape.D
         row: Row = {"shape": shape.name, "what": shape.what, "path": path, "pairs": pairs}
         row |= own_numbers(work, seconds) | {"kept_gb": kept_bytes(problem, layout) / 1e9}
@@ -175,7 +175,7 @@ class CudaBench:
         against = both | {f"plain {p}": runs[p] for p in PASSES}
         seconds = interleaved(against, "cuda", MORE * self.rounds, BURST)
         row = window_overhead(pairs, useful_pairs(layout), seconds)
-        return row | {"plain_path": operator.attention_path(plain.leaves, layout)}
+        return row | {"plain_path": attention_path(plain.leaves, layout)}
 
     def shapes(self, flex: bool) -> None:
         for shape in CUDA_SHAPES:
@@ -209,7 +209,7 @@ def cpu_row(shape: Shape, dtype: torch.dtype, rounds: int) -> Row:
     row: Row = {
         "shape": shape.name,
         "dtype": str(dtype).removeprefix("torch."),
-        "path": operator.attention_path(problem.leaves, layout),
+        "path": attention_path(problem.leaves, layout),
         "product_gflops": anchors.product_flops("cpu") / t["product"] / 1e9,
     }
     for p, flops in PASSES.items():

@@ -21,7 +21,8 @@ from dflash_ext.bench.problem import Problem, make_problem
 from dflash_ext.bench.recorder import recorded
 from dflash_ext.bench.shapes import Shape
 from dflash_ext.bench.timing import Run, host_seconds, rounded
-from dflash_ext.ops import attention, layout
+from dflash_ext.ops import attention_cpu, attention_cuda, layout
+from dflash_ext.ops.attention import dflash_attention
 
 TINY = Shape("tiny", (64,), 4, 16, 4, 1, 128)
 BATCH = 20
@@ -33,8 +34,8 @@ def launch_runs(device: str) -> tuple[dict[str, Run], list[Any]]:
     problem = make_problem(TINY, device, torch.float32 if device == "cpu" else torch.bfloat16)
     with recorded(layout) as layout_calls:
         built = problem.build_layout()
-    forward = partial(attention.dflash_attention, *problem.leaves, built)
-    with recorded(attention) as forward_calls:
+    forward = partial(dflash_attention, *problem.leaves, built)
+    with recorded(attention_cpu if device == "cpu" else attention_cuda) as forward_calls:
         out = forward()
     grad, one = torch.randn_like(out), torch.zeros(1, device=device)
     runs: dict[str, Run] = {

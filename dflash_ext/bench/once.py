@@ -9,7 +9,8 @@ import torch
 from dflash_ext.bench.problem import make_problem
 from dflash_ext.bench.shapes import CUDA_SHAPES
 from dflash_ext.errors import UserError
-from dflash_ext.ops import attention as operator
+from dflash_ext.ops.attention import dflash_attention
+from dflash_ext.ops.attention_call import attention_path, forced_path
 from dflash_ext.ops.kept import room_for_ds
 
 
@@ -24,9 +25,9 @@ def main(argv: list[str]) -> None:
     shape = next(s for s in CUDA_SHAPES if s.name == args.shape)
     problem = make_problem(shape, "cuda", torch.bfloat16)
     layout = problem.build_layout()
-    with operator.forced_path(args.path), room_for_ds(None if args.recompute else 0):
-        path = operator.attention_path(problem.leaves, layout)
-        out = operator.dflash_attention(*problem.leaves, layout)
+    with forced_path(args.path), room_for_ds(None if args.recompute else 0):
+        path = attention_path(problem.leaves, layout)
+        out = dflash_attention(*problem.leaves, layout)
         torch.autograd.grad(out, problem.leaves, torch.ones_like(out))
     torch.cuda.synchronize()
     print(f"shape {shape.name}, path {path}")

@@ -16,8 +16,9 @@ from dflash_ext.bench.recorder import recorded
 from dflash_ext.bench.shapes import Shape
 from dflash_ext.bench.timing import Run
 from dflash_ext.blocks import visible_rows
-from dflash_ext.ops import attention as operator
-from dflash_ext.ops.attention import Tensors, dflash_attention
+from dflash_ext.ops import attention_cuda
+from dflash_ext.ops.attention import dflash_attention
+from dflash_ext.ops.attention_call import Tensors, forced_path
 from dflash_ext.ops.kept import bytes_for, room_for_ds
 from dflash_ext.ops.layout import AttentionLayout, build_layout
 
@@ -107,7 +108,7 @@ def gradient_run(out: Tensor, leaves: Sequence[Tensor]) -> Run:
 
 def kept_bytes(problem: Problem, layout: AttentionLayout) -> int:
     """Of dS between the backward's kernels; 0 where it is computed again."""
-    counts = operator.images_of_ds(problem.leaves, layout)
+    counts = attention_cuda.images_of_ds(problem.leaves, layout)
     return bytes_for(counts, problem.leaves.q.device) if counts else 0
 
 
@@ -123,7 +124,7 @@ def operator_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
 
 def recomputed_run(problem: Problem, layout: AttentionLayout, path: str | None) -> Run:
     """A backward that computes dS again for dQ, on a forced path or the operator's own."""
-    with room_for_ds(None), operator.forced_path(path):
+    with room_for_ds(None), forced_path(path):
         return gradient_run(dflash_attention(*problem.leaves, layout), problem.leaves)
 
 
@@ -136,13 +137,13 @@ def forced_runs(problem: Problem, layout: AttentionLayout, path: str) -> dict[st
 
     def under(run: Run) -> Run:
         def forced() -> object:
-            with operator.forced_path(path):
+            with forced_path(path):
                 return run()
 
         return forced
 
     forward = under(partial(dflash_attention, *problem.leaves, layout))
-    with recorded(operator) as calls:
+    with recorded(attention_cuda) as calls:
         backward = under(gradient_run(forward(), problem.leaves))
         backward()
     wrong = [name for name, _ in calls if name.startswith("hopper")]

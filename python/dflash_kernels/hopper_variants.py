@@ -18,7 +18,8 @@ from dflash_kernels.spec import (
 
 HEAD_DIMS = (64, 128)
 # Own keys that a consumer's 64 rows attend to, rounded up to a product's worth: 64 / G tokens, or
-# all of a block that is split over both consumers (`own_tile` in dflash_ext/ops/attention.py).
+# all of a block that is split over both consumers (`hopper_own_tile` in
+# dflash_ext/ops/attention_call.py).
 OWN_TILES = (16, 32, 64)
 # 240 + 240 + 24 registers a thread are what three warpgroups share; with 232 instead of 240 ptxas
 # serialises the products of dK/dV (its message C7512).
