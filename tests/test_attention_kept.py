@@ -157,7 +157,7 @@ def test_the_cpu_keeps_nothing() -> None:
         ("triton", None, [f"attention_tma_bwd_{k}" for k in ("dq", "dkv", "own")]),
     ],
 )
-def test_backward_launches_what_the_launchers_take(
+def test_launches_are_what_the_launchers_take(
     path: str, least: int | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="pip install -e '.[kernels]' brings it")
@@ -169,6 +169,10 @@ def test_backward_launches_what_the_launchers_take(
     monkeypatch.setattr(attention_call, "reads_by_maps", lambda device: True)
     monkeypatch.setattr("dflash_ext.ops.kept.ds_limit", lambda device: 1 << 30)
     monkeypatch.setattr(attention_cuda, "place", placed)
+    out, lse = attention_cuda.forward(Tensors(*t), layout, 0.1, path)
+    assert (out.shape, lse.shape) == (t[0].shape, (t[0].shape[1], t[0].shape[0]))
+    assert fake.launched == [{"hopper": "hopper_fwd_own16", "triton": "attention_tma_fwd"}[path]]
+    fake.launched.clear()
     lse = torch.zeros(case.G, t[0].shape[0])
     made = attention_cuda.backward(Tensors(*t), t[0], lse, dout, layout, 0.1, path, least)
     assert [x.shape for x in made] == [x.shape for x in t]
