@@ -47,6 +47,7 @@ class Launchers:
 
         def launch(*, device: int, stream: int, head_dim: int, **host: Any) -> None:
             assert (device, stream) == (0, 7)
+            assert head_dim in kernel.choices
             assert set(host) == set(kernel.host)
             self.launched.append(name)
             self.run(kernel, head_dim, host)

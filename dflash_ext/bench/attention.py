@@ -154,19 +154,21 @@ class CudaBench:
         return runs
 
     def _flex(self, problem: Problem, layout: AttentionLayout, row: Row) -> dict[str, Run]:
-        """Flex with either mask; what the second costs before it runs goes into `row`."""
+        """Flex with either mask; what the one by documents costs before it runs goes into `row`."""
+        runs: dict[str, Run] = {}
+        masks = {
+            "flex intervals": anchors.flex_visible(layout),
+            "flex": anchors.flex_by_document(problem),
+        }
 
-        def set_up(name: str, mask: anchors.Mask) -> dict[str, Run]:
-            runs, costs = anchors.flex_runs(name, mask, problem, layout)
-            row.update(costs)
-            return runs
+        def set_up(name: str) -> dict[str, Run]:
+            made, costs = anchors.flex_runs(name, masks[name], problem, layout)
+            row.update(costs if name == "flex" else {})
+            return made
 
-        name = problem.shape.name
-        intervals = partial(set_up, "flex intervals", anchors.flex_visible(layout))
-        documents = partial(set_up, "flex", anchors.flex_by_document(problem))
-        return self._anchor(f"flex by intervals {name}", intervals) | self._anchor(
-            f"flex {name}", documents
-        )
+        for name in masks:
+            runs |= self._anchor(f"{name} {problem.shape.name}", partial(set_up, name))
+        return runs
 
     def _window(self, plain: Problem, both: dict[str, Run], pairs: int) -> Row:
         """`both` passes of a window over `pairs` against those of `without_window`."""
