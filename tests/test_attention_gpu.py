@@ -18,11 +18,7 @@ from attention_cases import CASES, Case, case_layout, make_inputs, reference_gra
 from dflash_ext import _C
 from dflash_ext.bench.problem import make_problem
 from dflash_ext.bench.shapes import CUDA_SHAPES
-from dflash_ext.ops.attention import (
-    dflash_attention,
-    dflash_attention_forward,
-    visible_pairs,
-)
+from dflash_ext.ops.attention import dflash_attention, dflash_attention_forward, visible_pairs
 from dflash_ext.ops.attention_call import Tensors, attention_path, forced_path
 from dflash_ext.ops.kept import room_for_ds
 from dflash_ext.ops.layout import AttentionLayout, build_layout, schedule_reference

@@ -100,6 +100,11 @@ def sdpa_runs(problem: Problem, layout: AttentionLayout) -> dict[str, Run]:
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+def _own_key(q: Tensor, kv: Tensor, B: int, T: int) -> Tensor:
+    """Whether kv, behind T context rows, is of the query's own block."""
+    return (kv >= T) & ((kv - T) // B == q // B)
+
+
 def flex_visible(layout: AttentionLayout) -> Mask:
     """The mask of a layout without window or causality, as flex_attention wants it."""
     B, T = layout.block_size, layout.num_ctx
@@ -107,7 +112,7 @@ def flex_visible(layout: AttentionLayout) -> Mask:
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         block = q // B
-        return ((kv >= start[block]) & (kv < end[block])) | ((kv >= T) & ((kv - T) // B == block))
+        return ((kv >= start[block]) & (kv < end[block])) | _own_key(q, kv, B, T)
 
     return visible
 
@@ -120,10 +125,9 @@ def flex_by_document(problem: Problem) -> Mask:
     document = torch.arange(len(lengths), device=anchors.device).repeat_interleave(lengths)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        block = q // B
-        anchor = anchors[block]
+        anchor = anchors[q // B]
         same = document[kv.clamp(max=T - 1)] == document[anchor]
-        return ((kv < T) & (kv < anchor) & same) | ((kv >= T) & ((kv - T) // B == block))
+        return ((kv < T) & (kv < anchor) & same) | _own_key(q, kv, B, T)
 
     return visible
 

@@ -128,9 +128,6 @@ def aimed(row: Row, key: str) -> str:
     return f"{row[key]:.2f} ({target.floor:.2f}{goal}: {reached(row[key], target)})"
 
 
-OTHERS = ("over_cudnn", "over_flex_intervals")
-
-
 def one_pass(row: Row, p: str, name: str) -> Row:
     """The forward (`p` "fwd") or backward half of an A-D row, its ratios beside their targets."""
     keys = {"over_product": f"{p}_over_product", "over_flex": f"{p}_over_flex"}
@@ -139,7 +136,8 @@ def one_pass(row: Row, p: str, name: str) -> Row:
     if f"recomputed_{p}_over_product" in row:
         ours, plain = (row[f"{n}_{p}_over_product"] for n in ("recomputed", "triton_recomputed"))
         half["recomputed"] = f"{ours:.2f}, plain {plain:.2f}"
-    half |= {k: row[f"{p}_{k}"] for k in ("ms", "tflops", *OTHERS) if f"{p}_{k}" in row}
+    others = ("ms", "tflops", "over_flex_intervals", "over_cudnn")
+    half |= {k: row[f"{p}_{k}"] for k in others if f"{p}_{k}" in row}
     return {"shape": row["shape"], "pass": name, "path": row["path"]} | half
 
 

@@ -12,7 +12,10 @@ from dflash_ext.ops.attention_call import Tensors, contiguous_like, new_lse
 from dflash_ext.ops.layout import AttentionLayout
 
 
-def _cpu_problem(t: Tensors, layout: AttentionLayout, scale: float) -> tuple[Any, list, list]:
+def _problem(
+    t: Tensors, layout: AttentionLayout, scale: float
+) -> tuple[Any, list[int], list[int], int, int]:
+    """What both passes begin with: shape, pointers, strides, ctx_start, ctx_end."""
     shape = _C.CpuShape(
         num_blocks=layout.num_blocks,
         block_size=layout.block_size,
@@ -25,22 +28,15 @@ def _cpu_problem(t: Tensors, layout: AttentionLayout, scale: float) -> tuple[Any
         scale=scale,
         bf16=t.q.dtype == torch.bfloat16,
     )
+    pointers = [x.data_ptr() for x in t]
     strides = [s for x in t for s in x.stride()[:2]]
-    return shape, [x.data_ptr() for x in t], strides
+    return shape, pointers, strides, layout.ctx_start.data_ptr(), layout.ctx_end.data_ptr()
 
 
 def forward(t: Tensors, layout: AttentionLayout, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = contiguous_like(t.q), new_lse(t)
-    shape, pointers, strides = _cpu_problem(t, layout, scale)
     _C.attention_cpu_forward(
-        shape,
-        pointers,
-        strides,
-        layout.ctx_start.data_ptr(),
-        layout.ctx_end.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
-        torch.get_num_threads(),
+        *_problem(t, layout, scale), out.data_ptr(), lse.data_ptr(), torch.get_num_threads()
     )
     return out, lse
 
@@ -49,13 +45,8 @@ def backward(
     t: Tensors, out: Tensor, lse: Tensor, grad_out: Tensor, layout: AttentionLayout, scale: float
 ) -> list[Tensor]:
     grads = [contiguous_like(x) for x in t]
-    shape, pointers, strides = _cpu_problem(t, layout, scale)
     _C.attention_cpu_backward(
-        shape,
-        pointers,
-        strides,
-        layout.ctx_start.data_ptr(),
-        layout.ctx_end.data_ptr(),
+        *_problem(t, layout, scale),
         out.data_ptr(),
         grad_out.data_ptr(),
         lse.data_ptr(),
