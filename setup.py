@@ -53,6 +53,7 @@ def write_ninja(build: Path, output: Path) -> Path:
     import triton
     from dflash_kernels import launchers
     from dflash_kernels.variants import (
+        COMPILER,
         parse_architectures,
         unit_digest,
         unit_sources,
@@ -111,7 +112,7 @@ def write_ninja(build: Path, output: Path) -> Path:
             compile_source(source)
 
     aot = build / "aot"
-    compiler = [package / f"{name}.py" for name in ("compile", "gates", "spec")]
+    compiler = [package / f"{name}.py" for name in COMPILER]
     images: list[Path] = []
     for name, head_dim in units():
         made = unit_variants(name, head_dim, architectures)

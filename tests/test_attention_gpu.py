@@ -175,10 +175,11 @@ def test_two_runs_are_bit_identical(case: Case, path: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_long_walks_repeat_to_the_bit_beside_other_work(path: str) -> None:
+@pytest.mark.parametrize("D", [128, 256])
+def test_long_walks_repeat_to_the_bit_beside_other_work(D: int, path: str) -> None:
     """Up to 64 tiles a loop, through two or three slots of shared memory each: one that is filled
     while it is still read would show now and then."""
-    problem = make_problem(CUDA_SHAPES[0], "cuda", BF16)
+    problem = make_problem(replace(CUDA_SHAPES[0], D=D), "cuda", BF16)
     layout = problem.build_layout()
     dout = torch.randn_like(problem.leaves.q)
     first = ours(problem.leaves, layout, dout)

@@ -140,12 +140,13 @@ def test_the_cpu_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "least", "expected"),
+    ("path", "D", "least", "expected"),
     [
-        ("hopper", 0, ["attention_bwd_delta", "hopper_bwd_dkv_keep", "attention_bwd_dq_kept"]),
-        ("hopper", None, ["hopper_bwd_dq_own16", "hopper_bwd_dkv"]),
+        ("hopper", 128, 0, ["attention_bwd_delta", "hopper_bwd_dkv_keep", "attention_bwd_dq_kept"]),
+        ("hopper", 128, None, ["hopper_bwd_dq_own16", "hopper_bwd_dkv"]),
         (
             "triton",
+            128,
             0,
             [
                 "attention_bwd_delta_pairs",
@@ -154,14 +155,20 @@ def test_the_cpu_keeps_nothing() -> None:
                 "attention_bwd_dq_kept",
             ],
         ),
-        ("triton", None, [f"attention_tma_bwd_{k}" for k in ("dq", "dkv", "own")]),
+        ("triton", 128, None, [f"attention_tma_bwd_{k}" for k in ("dq", "dkv", "own")]),
+        (
+            "triton",
+            256,
+            0,
+            [*(f"attention_tma_bwd_{k}" for k in ("dq", "dk", "dv")), "attention_bwd_own"],
+        ),
     ],
 )
 def test_launches_are_what_the_launchers_take(
-    path: str, least: int | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+    path: str, D: int, least: int | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="pip install -e '.[kernels]' brings it")
-    case = Case("launches", (70, 30), (3, 40, 90), B=16, G=4, D=128)
+    case = Case("launches", (70, 30), (3, 40, 90), B=16, G=4, D=D)
     t, layout, dout = make_inputs(case, BF16)
     layout = replace(layout, schedule=schedule_reference(layout))
     fake = Launchers()

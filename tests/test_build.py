@@ -148,6 +148,22 @@ for name, dim in (("attention_bwd_dkv", 128), ("swiglu_fwd", 0)):
     )
 
 
+@needs_triton
+def test_images_depend_on_all_of_the_compile_step() -> None:
+    """Ninja compiles again what a changed file of it would make otherwise."""
+    script = """
+from dflash_kernels import compile, variants
+ours = {n.split(".")[1] for n in sys.modules if n.startswith("dflash_kernels.")}
+kernels = {p.stem for name, _ in variants.units() for p in variants.unit_sources(name)}
+declarations = {n for n in ours if n.endswith("variants")}
+print(sorted(ours - kernels - declarations), sorted(variants.COMPILER), sep="\\n")
+"""
+    done = compiling("import sys" + script)
+    assert done.returncode == 0, done.stderr
+    imported, listed = done.stdout.splitlines()
+    assert imported == listed
+
+
 def test_report_covers_every_variant_built() -> None:
     from dflash_ext import _C
 
@@ -173,6 +189,8 @@ def test_report_covers_every_variant_built() -> None:
         kept += [f"{k}_keep" for k in ("hopper_bwd_dkv", *mapped[2:])]
         alone_90 = [*own, "hopper_bwd_dkv", *mapped, *kept]
         expected |= {(k, d, 90) for k in alone_90 for d in (64, 128)}
+        wide = ("fwd", "bwd_dq", "bwd_dk", "bwd_dv")
+        expected |= {(f"attention_tma_{k}", 256, 90) for k in wide}
     assert built == expected
     fallback = {(r["kernel"], r["head_dim"], 80) for r in report if r["ptx"]}
     assert fallback == {x for x in expected if x[2] == 80}

@@ -1,4 +1,4 @@
-"""Copies of a loop's next tiles, moved from the end of a turn in front of its second wait."""
+"""Copies of a loop's next tiles, moved from the end of a turn to where their slot is free."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ def test_copies_and_what_they_need_go_in_front_of_the_second_wait() -> None:
     assert copies_early(module(TURN)) == module("\n".join(expected))
 
 
+def test_behind_the_only_wait() -> None:
+    lines = [x for x in TURN.split("\n") if "%t" not in x]
+    expected = [*lines[:4], *lines[9:14], *lines[4:9], *lines[14:]]
+    assert copies_early(module("\n".join(lines))) == module("\n".join(expected))
+
+
 def test_a_loop_without_copies_stays() -> None:
     plain = module("\n".join(x for x in TURN.split("\n") if COPY not in x and EXPECT not in x))
     early = copies_early(module(TURN))
@@ -67,9 +73,9 @@ def test_a_loop_without_copies_stays() -> None:
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
-        (TURN.replace("pendings = 0", "pendings = 1", 1), "does not wait for every product"),
-        ("\n".join(x for x in TURN.split("\n") if "%t" not in x), "does not wait"),
-        (moved(TURN, COPY, "%phase ="), "does not wait"),
+        (TURN.replace("pendings = 0", "pendings = 1", 1), "does not first wait for every product"),
+        ("\n".join(x for x in TURN.split("\n") if WAIT not in x), "does not first wait"),
+        (moved(TURN, COPY, "%phase ="), "copies before its waits"),
         (TURN.replace("%n = arith.addi %i", "%n = tt.load %i"), "depend on %n = tt.load"),
         (TURN.replace("[%n, %zero]", "[%m, %zero]"), 'depend on %m = "tt.reduce"'),
         (moved(TURN, ARRIVED, "%slot ="), "waits for copies of its own turn"),
@@ -77,7 +83,7 @@ def test_a_loop_without_copies_stays() -> None:
     ],
     ids=[
         "other products in flight",
-        "one wait",
+        "no wait",
         "copied early",
         "a load",
         "a product",

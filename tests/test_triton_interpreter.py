@@ -45,6 +45,8 @@ class Tiles:
     """Context rows per tile of the row kernels and of the dK/dV kernel."""
     heads: int = 1
     """Query heads in a tile of the dK/dV kernel; 0: as many as divide G, with tensor maps."""
+    apart: bool = False
+    """dK and dV in a launch each and own keys without maps, as at head_dim 256."""
 
     def __str__(self) -> str:
         return self.name
@@ -54,6 +56,7 @@ TILES = (
     Tiles("single", rows=64),
     Tiles("pair", rows=64, pair=1, own=32, keys=32),
     Tiles("maps", rows=64, pair=1, heads=0),
+    Tiles("apart", rows=64, heads=0, apart=True),
 )
 
 
@@ -162,23 +165,26 @@ def run_attention(
         *strides, *sizes, *options, log2, scale, **tile,
     )  # fmt: skip
     M = 32
-    heads = G & -G if maps else 1
-    row_maps = [descriptor(x, M // heads, heads) if maps else 0 for x in (q, dout)]
-    for own, keys in ((0, T), (1, rows)):
+    launches = [(0, T, maps, 1, 1), (1, rows, maps, 1, 1)]
+    if tiles.apart:
+        launches = [(0, T, maps, 1, 0), (0, T, maps, 0, 1), (1, rows, 0, 1, 1)]
+    for own, keys, mapped, with_dk, with_dv in launches:
         if keys == 0:
             continue
+        heads = G & -G if mapped else 1
+        row_maps = [descriptor(x, M // heads, heads) if mapped else 0 for x in (q, dout)]
         attention_backward.attention_bwd_dkv_kernel[(-(-keys // tiles.keys) * Hkv,)](
             *t, *row_maps, dout, pairs, dk, dv, dk_blk, dv_blk, 0, *interval, schedule.ranges, 0,
             *strides, layout.num_blocks, T, Hkv, 0, 0, B, G, heads, *options, log2, scale,
             D=D, BN=tiles.keys, M=M, EDGE=16, KEY_TILE=KEY_TILE, STAGES=1, EDGE_STAGES=1,
-            TMA=maps, OWN=own, KEEP=0,
+            TMA=mapped, OWN=own, KEEP=0, DK=with_dk, DV=with_dv,
         )  # fmt: skip
     return [out, dq, dk, dv, dk_blk, dv_blk]
 
 
 @pytest.mark.parametrize(
     ("tiles", "dtype"),
-    [(TILES[0], torch.float32), (TILES[1], torch.float16), (TILES[2], torch.float32)],
+    [(tiles, torch.float16 if tiles.name == "pair" else torch.float32) for tiles in TILES],
     ids=lambda x: str(x).removeprefix("torch."),
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -269,7 +275,7 @@ def run_kept(
             head_images, ctx_images, B, G, heads, layout.window_or_none, int(layout.causal),
             scale * math.log2(math.e), scale,
             D=D, BN=64, M=64, EDGE=32, KEY_TILE=KEPT_KEYS, STAGES=1, EDGE_STAGES=1, TMA=1, OWN=own,
-            KEEP=1,
+            KEEP=1, DK=1, DV=1,
         )  # fmt: skip
     return [dq_of_images(images, layout, schedule, t) * scale, dk, dv, dk_blk, dv_blk]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_ext.ops.kept import MAP_HEAD_DIMS, reads_by_maps
+from dflash_ext.ops.kept import HOPPER_HEAD_DIMS, reads_by_maps
 from dflash_ext.ops.layout import AttentionLayout
 
 # The Hopper kernels (TMA, wgmma) take tiles of 128 rows, each a whole number of blocks, and are
@@ -51,7 +51,11 @@ def attention_path(t: Tensors, layout: AttentionLayout) -> str:
     """Which kernels a call takes: "cpu", "hopper" or "triton" (what Hopper's do not cover)."""
     if not t.q.is_cuda:
         return "cpu"
-    covered = HOPPER_TILE % (layout.block_size * gqa_ratio(t)) == 0 and tensor_maps_fit(t, layout)
+    covered = (
+        HOPPER_TILE % (layout.block_size * gqa_ratio(t)) == 0
+        and t.q.shape[2] in HOPPER_HEAD_DIMS
+        and tensor_maps_fit(t, layout)
+    )
     return _forced_path.get() or ("hopper" if covered else "triton")
 
 
@@ -65,7 +69,6 @@ def tensor_maps_fit(t: Tensors, layout: AttentionLayout) -> bool:
     """Whether the device has kernels that read by tensor maps, and maps can describe t."""
     return (
         reads_by_maps(t.q.device)
-        and t.q.shape[2] in MAP_HEAD_DIMS
         and layout.num_ctx > 0  # a tensor map has no empty tensors
         and layout.num_blocks > 0
         and t.q.shape[0] * t.q.shape[1] < 2**31  # rows of all heads, as TMA counts them

@@ -19,7 +19,7 @@ from dflash_ext.ops.attention_call import (
     new_lse,
     tensor_maps_fit,
 )
-from dflash_ext.ops.kept import ImageCounts, KeptDS, countable, keeps, take_room
+from dflash_ext.ops.kept import HOPPER_HEAD_DIMS, ImageCounts, KeptDS, countable, keeps, take_room
 from dflash_ext.ops.layout import AttentionLayout
 from dflash_ext.ops.rows import place
 
@@ -87,11 +87,14 @@ class _Kernels(NamedTuple):
 
 def _kernels(t: Tensors, layout: AttentionLayout, path: str) -> _Kernels:
     if path == "triton":
-        prefix = "attention_tma_" if tensor_maps_fit(t, layout) else "attention_"
-        names = ("fwd", "bwd_dq", "bwd_dkv", "bwd_own")
-        forward, dq, *dkv = (getattr(_C, prefix + name) for name in names)
+        dkv: tuple[Callable[..., None], ...] = (_C.attention_bwd_dkv, _C.attention_bwd_own)
+        if not tensor_maps_fit(t, layout):
+            return _Kernels(_C.attention_fwd, _C.attention_bwd_dq, dkv, (), {}, None)
+        dkv = (_C.attention_tma_bwd_dkv, _C.attention_tma_bwd_own)
+        if t.q.shape[2] not in HOPPER_HEAD_DIMS:
+            dkv = (_C.attention_tma_bwd_dk, _C.attention_tma_bwd_dv, _C.attention_bwd_own)
         keep = (_C.attention_tma_bwd_dkv_keep, _C.attention_tma_bwd_own_keep)
-        return _Kernels(forward, dq, tuple(dkv), keep, {}, None)
+        return _Kernels(_C.attention_tma_fwd, _C.attention_tma_bwd_dq, dkv, keep, {}, None)
     own = hopper_own_tile(layout.block_size, gqa_ratio(t))
     counter = _new_counter(t)
     return _Kernels(

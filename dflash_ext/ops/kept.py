@@ -22,7 +22,7 @@ from dflash_ext import _C
 SHARE = 1 / 16
 """Of the device's memory, at most. A drafter's rank takes 12 to 50 GiB; sm_90 has 80 and more."""
 IMAGE_ROWS = 64  # rows, and keys, of one image of dS
-MAP_HEAD_DIMS = (64, 128)  # of the kernels that read by tensor maps, on sm_90
+HOPPER_HEAD_DIMS = (64, 128)  # of the hopper path, and of the kernels around kept dS
 LARGEST_BLOCK_ROWS = 128  # of a block and head group: a tile of rows holds whole blocks
 
 
@@ -51,7 +51,7 @@ def _head_group(gqa_ratio: int) -> int:
 def keeps(block_size: int, gqa_ratio: int, head_dim: int) -> bool:
     """Whether there are kernels that keep dS of such blocks."""
     block_rows = block_size * _head_group(gqa_ratio)
-    return head_dim in MAP_HEAD_DIMS and block_rows <= LARGEST_BLOCK_ROWS
+    return head_dim in HOPPER_HEAD_DIMS and block_rows <= LARGEST_BLOCK_ROWS
 
 
 def countable(num_ctx: int, num_blocks: int, block_size: int, gqa_ratio: int) -> bool:

@@ -198,10 +198,11 @@ def attention_bwd_dkv_kernel(
     TMA: tl.constexpr,
     OWN: tl.constexpr,
     KEEP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
 ):
-    """dK and dV of one tile of keys: of the context, or with OWN of the blocks' own keys.
-
-    With KEEP also their dS, for dQ (hopper_kept.py).
+    """dK (with DK) and dV (with DV) of one tile of keys: of the context, or with OWN of the blocks'
+    own keys. With KEEP also their dS, for dQ (hopper_kept.py).
 
     No atomics: a program owns its keys and walks the rows that see them in a fixed order. Because
     blocks are sorted, those rows are one range of tokens; `ranges` gives it per KEY_TILE context
@@ -243,9 +244,11 @@ def attention_bwd_dkv_kernel(
     c = tl.arange(0, BN)
     key = tl.minimum(n0 + c, num_keys - 1)
     k = tl.load(rows_at(k_ptr + d, key, k_row, n0))
-    v = tl.load(rows_at(v_ptr + d, key, v_row, n0))
-    dk = tl.zeros([BN, D], tl.float32)
-    dv = tl.zeros([BN, D], tl.float32)
+    if DK:
+        v = tl.load(rows_at(v_ptr + d, key, v_row, n0))
+        dk = tl.zeros([BN, D], tl.float32)
+    if DV:
+        dv = tl.zeros([BN, D], tl.float32)
 
     log_h = log2(heads)
     last_head = heads - 1
@@ -261,6 +264,7 @@ def attention_bwd_dkv_kernel(
     full_lo = full_lo << log_b
     tokens = M >> log_h
     if KEEP:  # whole images: tiles begin at multiples of their tokens
+        tl.static_assert(DK == 1)
         tl.static_assert(BN == 64)
         tl.static_assert(KEY_TILE == 64)
         tl.static_assert(M == 64)
@@ -305,7 +309,8 @@ def attention_bwd_dkv_kernel(
         q = tl.load(rows_at(q_at, token, q_row, i) + (row_head * q_head)[:, None])
         do = tl.load(rows_at(do_at, token, do_row, i) + (row_head * D)[:, None])
         st = tl.dot(k, tl.trans(q))
-        dpt = tl.dot(v, tl.trans(do))
+        if DK:
+            dpt = tl.dot(v, tl.trans(do))
         lse, delta = _lse_and_delta(pairs_ptr, token * G + row_head)
         block = token >> log_b
         low = tl.load(ctx_start_ptr + block)
@@ -323,12 +328,15 @@ def attention_bwd_dkv_kernel(
         high = tl.where(real, high, 0) - n0
         pt = tl.exp2(st * scale_log2 - lse[None, :])
         pt = tl.where((c[:, None] >= low[None, :]) & (c[:, None] < high[None, :]), pt, 0.0)
-        dv = tl.dot(pt.to(do.dtype), do, dv)
-        dst = (pt * (dpt - delta[None, :])).to(q.dtype)
+        if DV:
+            dv = tl.dot(pt.to(do.dtype), do, dv)
+        if DK:
+            dst = (pt * (dpt - delta[None, :])).to(q.dtype)
         if KEEP:
             at = image + (head >> log_h) * head_images + start // tokens
             keep(dst, images_ptr, at, (start // edge_tokens) & 1, kept, EDGE)
-        dk = tl.dot(dst, q, dk)
+        if DK:
+            dk = tl.dot(dst, q, dk)
         start += edge_tokens
         start = tl.where((start >= full_lo) & (start < full_hi), full_hi, start)
         wrap = start >= stop
@@ -359,14 +367,17 @@ def attention_bwd_dkv_kernel(
                 do = tl.load(rows_at(do_at + head * D, start + r, do_row, i))
                 row = (start + r) * G + head
             st = tl.dot(k, tl.trans(q))
-            dpt = tl.dot(v, tl.trans(do))
+            if DK:
+                dpt = tl.dot(v, tl.trans(do))
             lse, delta = _lse_and_delta(pairs_ptr, row)
             pt = tl.exp2(st * scale_log2 - lse[None, :])
             if OWN:  # of a padding block it is 0 already: its lse is infinite
                 pt = tl.where((((n0 + c) >> log_b) == (start >> log_b))[:, None], pt, 0.0)
-            dv = tl.dot(pt.to(do.dtype), do, dv)
-            dst = (pt * (dpt - delta[None, :])).to(q.dtype)
-            dk = tl.dot(dst, q, dk)
+            if DV:
+                dv = tl.dot(pt.to(do.dtype), do, dv)
+            if DK:
+                dst = (pt * (dpt - delta[None, :])).to(q.dtype)
+                dk = tl.dot(dst, q, dk)
             if KEEP:
                 keep(dst, images_ptr, image, 0, kept, M)
             start -= tokens
@@ -378,5 +389,7 @@ def attention_bwd_dkv_kernel(
 
     stored = (n0 + c < num_keys)[:, None]
     at = key.to(tl.int64)[:, None] * (num_kv_heads * D) + kv_head * D + d
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
-    tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)
+    if DV:
+        tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
+    if DK:
+        tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)

@@ -1,8 +1,9 @@
 """The plain Triton attention kernels as variants: what is compiled, and why these tiles.
 
 Each that computes scores is declared twice: for every architecture with pointers, and for sm_90
-with tensor maps, which cannot describe an empty tensor and have no use at head_dim 256. Those
-around kept dS (attention_kept.py) exist for sm_90 alone.
+with tensor maps, which cannot describe an empty tensor. At head_dim 256 these have dK and dV apart,
+and the blocks' own keys have few rows and no use for them. Those around kept dS (attention_kept.py)
+exist for sm_90 alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from dflash_kernels.spec import (
 
 # KEY_TILE is fixed for every architecture because the layout's `ranges` are counted in it.
 KEY_TILE = 64
-MAP_TILE = 64  # rows that one tensor map copies: keys, or rows of queries
 
 _ROWS = "int64_t(num_blocks) * B"
 _ROW_TILES = f"ceil_div({_ROWS} * G, tile) * num_kv_heads"
@@ -43,46 +43,74 @@ def _sizes(names: str) -> dict[str, Argument]:
     return dict.fromkeys(names.split(), "i32")
 
 
-def _key_map(name: str) -> TensorMap:
+# head_dim -> constants
+_Choices = dict[int, dict[str, int]]
+
+
+def _key_map(name: str, choices: _Choices) -> TensorMap:
     return TensorMap(
         name,
         rows="num_ctx",
         heads="num_kv_heads",
-        box_rows=str(MAP_TILE),
+        box_rows=_chosen("BN", choices),
         box_heads="1",
         block=("BN", 1, "D"),
     )
 
 
-def _row_map(name: str, contiguous: bool = False) -> TensorMap:
+def _row_map(name: str, choices: _Choices, contiguous: bool = False) -> TensorMap:
     return TensorMap(
         name,
         rows=_ROWS,
         heads="num_kv_heads * G",
-        box_rows=f"{MAP_TILE} / {HEAD_GROUP}",
+        box_rows=f"{_chosen('M', choices)} / {HEAD_GROUP}",
         box_heads=HEAD_GROUP,
         block=("M", 1, "D"),
         contiguous=contiguous,
     )
 
 
+def _chosen(constant: str, choices: _Choices) -> str:
+    """C++ for a constant of the image that a launcher starts."""
+    rows = "".join(f"head_dim == {d} ? {tile[constant]} : " for d, tile in choices.items())
+    return f"({rows}0)"
+
+
 def _name(kernel: str, tma: bool) -> str:
     return f"attention_tma_{kernel}" if tma else f"attention_{kernel}"
 
 
-def _where(tma: bool, choices: dict[int, dict[str, Any]], **small: Any) -> dict[str, Any]:
+def _where(tma: bool, choices: _Choices, small: _Choices | None = None) -> dict[str, Any]:
     """The architectures, tiles and constants of a declaration."""
     made = {d: {**tile, "TMA": int(tma)} for d, tile in choices.items()}
-    return {"choices": made, "only_sm": 90} if tma else {"choices": made, **small}
+    return {"choices": made, "only_sm": 90} if tma else {"choices": made, "small": small or {}}
+
+
+def _key_maps(tma: bool, choices: _Choices) -> dict[str, Argument]:
+    return {f"{x}_map": _key_map(x, choices) if tma else UNUSED for x in ("k_ctx", "v_ctx")}
 
 
 def _forward(tma: bool) -> Kernel:
-    maps = {f"{x}_map": _key_map(x) if tma else UNUSED for x in ("k_ctx", "v_ctx")}
+    small: _Choices = {}
+    if tma:
+        # Two programs a multiprocessor: one's softmax beside the other's products.
+        choices = dict.fromkeys((64, 128), _tile(M=128, PAIR=1))
+        # Two warpgroups of 64 rows: no registers for a second accumulator of 256 columns.
+        choices[256] = _tile(M=128, PAIR=0, num_warps=8)
+    else:
+        choices = {
+            # 128 rows: at 64 the L2 would have to deliver about 8 TB/s (kernel_notes.md).
+            64: _tile(M=128, PAIR=0),
+            128: _tile(M=128, PAIR=0, STAGES=3, num_warps=8),
+            # 256 columns of fp32 accumulator: 64 rows over 8 warps keep it in registers.
+            256: _tile(M=64, PAIR=0, num_warps=8),
+        }
+        small = {128: dict(STAGES=2), 256: dict(BN=32)}
     return Kernel(
         name=_name("fwd", tma),
         fn=attention_forward.attention_fwd_kernel,
         arguments=_INPUTS
-        | maps
+        | _key_maps(tma, choices)
         | pointers("out", "bf16*")
         | pointers("lse", "f32*")
         | _ORDER
@@ -92,37 +120,29 @@ def _forward(tma: bool) -> Kernel:
         grid=_ROW_TILES,
         tile="M",
         extra_host={"num_ctx": "i32"},
-        **(
-            # Two programs a multiprocessor: one's softmax beside the other's products.
-            _where(True, dict.fromkeys((64, 128), _tile(M=128, PAIR=1)))
-            if tma
-            else _where(
-                False,
-                {
-                    # 128 rows: at 64 the L2 would have to deliver about 8 TB/s (kernel_notes.md).
-                    64: _tile(M=128, PAIR=0),
-                    128: _tile(M=128, PAIR=0, STAGES=3, num_warps=8),
-                    # 256 columns of fp32 accumulator: 64 rows over 8 warps keep it in registers.
-                    256: _tile(M=64, PAIR=0, num_warps=8),
-                },
-                small={128: dict(STAGES=2), 256: dict(BN=32)},
-            )
-        ),
+        **_where(tma, choices, small),
     )
 
 
 def _tile(**tile: int) -> dict[str, int]:
     """Own keys come in tiles of 32 (two blocks of 16); edge tiles are few: one stage."""
-    return dict(BN=MAP_TILE, OWN=32, STAGES=2, EDGE_STAGES=1, num_warps=4) | tile
+    return dict(BN=64, OWN=32, STAGES=2, EDGE_STAGES=1, num_warps=4) | tile
 
 
 def _dq(tma: bool) -> Kernel:
-    maps = {f"{x}_map": _key_map(x) if tma else UNUSED for x in ("k_ctx", "v_ctx")}
+    choices = dict.fromkeys((64, 128), _tile(M=64))
+    if tma:
+        # 64 rows a warpgroup, as wgmma takes them. Beside Q and dO, shared memory has room for two
+        # slots of 32 keys; more own keys spill.
+        choices[256] = _tile(M=128, BN=32, OWN=16, num_warps=8)
+    else:
+        # More rows spill: Q, dO and the accumulator are 256 columns wide.
+        choices[256] = _tile(M=32, BN=32, STAGES=1, num_warps=8)
     return Kernel(
         name=_name("bwd_dq", tma),
         fn=attention_backward.attention_bwd_dq_kernel,
         arguments=_INPUTS
-        | maps
+        | _key_maps(tma, choices)
         | pointers("out dout", "bf16*")
         | pointers("lse delta", "f32*")
         | pointers("dq", "bf16*")
@@ -134,35 +154,28 @@ def _dq(tma: bool) -> Kernel:
         grid=_ROW_TILES,
         tile="M",
         extra_host={"num_ctx": "i32"},
-        **(
-            _where(True, dict.fromkeys((64, 128), _tile(M=64)))
-            if tma
-            else _where(
-                False,
-                {
-                    64: _tile(M=64),
-                    128: _tile(M=64),
-                    # More rows spill: Q, dO and the accumulator are 256 columns wide.
-                    256: _tile(M=32, BN=32, STAGES=1, num_warps=8),
-                },
-                small={128: dict(BN=32)},
-            )
-        ),
+        **_where(tma, choices, small={128: dict(BN=32)}),
     )
 
 
-def _dkv(tma: bool, own: bool, keep: bool = False) -> Kernel:
+def _dkv(tma: bool, own: bool, keep: bool = False, only: str = "") -> Kernel:
     """own: of the blocks' own keys; apart, because each has loops that fill the registers.
 
-    keep: dS as well, so that dQ is one product (hopper_kept.py).
+    keep: dS as well, so that dQ is one product (hopper_kept.py). only: "dk" or "dv", for head_dim
+    256 on sm_90, where both accumulators of the 64 keys that wgmma takes do not fit the registers.
     """
-    rows = {"q_map": _row_map("q"), "dout_map": _row_map("dout", contiguous=True)}
-    unused = dict.fromkeys(rows, UNUSED)
+    choices = _key_tiles(tma, own, keep, only)
+    maps = {"q_map": UNUSED, "dout_map": UNUSED}
+    if tma:
+        maps = {
+            "q_map": _row_map("q", choices),
+            "dout_map": _row_map("dout", choices, contiguous=True),
+        }
     return Kernel(
-        name=_name(("bwd_own" if own else "bwd_dkv") + ("_keep" if keep else ""), tma),
+        name=_name(("bwd_own" if own else f"bwd_{only or 'dkv'}") + ("_keep" if keep else ""), tma),
         fn=attention_backward.attention_bwd_dkv_kernel,
         arguments=_INPUTS
-        | (rows if tma else unused)
+        | maps
         | pointers("dout", "bf16*")
         | pointers("delta", "f32*")
         | pointers("dk_ctx dv_ctx dk_blk dv_blk", "bf16*")
@@ -179,29 +192,26 @@ def _dkv(tma: bool, own: bool, keep: bool = False) -> Kernel:
         grid=_OWN_TILES if own else _CONTEXT_TILES,
         tile="BN",
         extra_host={"lse_ptr": "f32*"},
-        # A number that a loop does not change is read again in each of its turns.
-        loop_spills=int(keep and not own),
-        **(
-            # 64 keys and rows fill the registers: two accumulators, scores and dP make 192.
-            _where(True, dict.fromkeys((64, 128), _keys(own, keep, M=MAP_TILE, EDGE_STAGES=2)))
-            if tma
-            else _where(
-                False,
-                {
-                    64: _keys(own, keep, M=64),
-                    128: _keys(own, keep, M=64),
-                    256: _keys(own, keep, BN=32, M=32, STAGES=1, num_warps=8),
-                },
-                small={128: dict(M=32)},
-            )
-        ),
+        # Numbers that a loop does not change are read again in each of its turns.
+        loop_spills=11 if only == "dk" else int(keep and not own),
+        **_where(tma, choices, small={128: dict(M=32)}),
     )
 
 
-def _keys(own: bool, keep: bool, **tile: int) -> dict[str, int]:
+def _key_tiles(tma: bool, own: bool, keep: bool, only: str) -> _Choices:
     """Edge tiles of 32 rows: their mask takes the registers that 64 rows would."""
-    shared = dict(BN=KEY_TILE, EDGE=32, STAGES=2, EDGE_STAGES=1, num_warps=4)
-    return shared | dict(KEY_TILE=KEY_TILE, OWN=int(own), KEEP=int(keep)) | tile
+    tile = dict(BN=KEY_TILE, M=64, EDGE=32, STAGES=2, EDGE_STAGES=2 if tma else 1, num_warps=4)
+    tile |= dict(KEY_TILE=KEY_TILE, OWN=int(own), KEEP=int(keep))
+    tile |= dict(DK=int(only != "dv"), DV=int(only != "dk"))
+    if only == "dk":  # 32 rows spill nothing and take 1.45 times as long: wgmma reads K, V for each
+        return {256: tile}
+    if only == "dv":  # it needs no V: with 32 rows, two programs a multiprocessor
+        return {256: tile | dict(M=32)}
+    # 64 keys and rows fill the registers: two accumulators, scores and dP make 192.
+    choices = dict.fromkeys((64, 128), tile)
+    if not tma:
+        choices[256] = tile | dict(BN=32, M=32, STAGES=1, num_warps=8)
+    return choices
 
 
 def _delta(pairs: bool) -> Kernel:
@@ -233,5 +243,6 @@ ATTENTION_KERNELS = (
         for kernel in (_forward(tma), _dq(tma), _dkv(tma, own=False), _dkv(tma, own=True))
     ),
     *(_dkv(True, own, keep=True) for own in (False, True)),
+    *(_dkv(True, own=False, only=gradient) for gradient in ("dk", "dv")),
     *(_delta(pairs) for pairs in (False, True)),
 )

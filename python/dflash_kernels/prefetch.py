@@ -4,8 +4,8 @@ Triton 3.6 pipelines tensor-map copies over two slots so that a turn of the loop
 copies of what the next one begins with, and every turn waits for all of their latency. There is no
 need to: the slot that they fill was last read by products of the turn before, and this turn's first
 wait covers those. In front of its second one, behind the product that it is for, the copies have
-nearly a turn's time. A third slot would do the same, but takes the shared memory of a second
-program on the multiprocessor.
+nearly a turn's time; so they have behind the first, where there is no second. A third slot would do
+the same, but takes the shared memory of a second program on the multiprocessor.
 
 The order is changed in Triton's GPU dialect, behind its pipeliner and before it places barriers
 between threads: which barriers the new order needs it finds out by itself.
@@ -56,14 +56,15 @@ def add_to_stages(
 
 
 def copies_early(text: str) -> str:
-    """The module, with the copies of each of its loops moved in front of a turn's second wait.
+    """The module, with the copies of each of its loops moved in front of a turn's second wait, or
+    behind its only one.
 
-    By then one wait has freed the slot, and the next product is on its way.
+    By then one wait has freed the slot, and where there are two the next product is on its way.
 
     Raises:
-        UnknownLoop: a loop with copies does not wait for every product, then for another, and only
-            then copy; its copies depend on more than arithmetic; it has not waited for all that was
-            copied for this turn by then; or no loop copies.
+        UnknownLoop: a loop with copies does not wait for every product, perhaps for another, and
+            only then copy; its copies depend on more than arithmetic; it has not waited for all
+            that was copied for this turn by then; or no loop copies.
     """
     lines = text.split("\n")
     begin = None
@@ -101,11 +102,13 @@ def _operations(lines: list[str]) -> list[str]:
 def _early(turn: list[str]) -> list[str]:
     waits = [i for i, operation in enumerate(turn) if WAIT in operation]
     wanted = [i for i, operation in enumerate(turn) if COPY in operation or EXPECT in operation]
-    if len(waits) < 2 or "pendings = 0 " not in turn[waits[0]] or wanted[0] < waits[1]:
-        raise UnknownLoop("a loop does not wait for every product, for another, and then copy")
-    at = waits[1]
+    if not waits or "pendings = 0 " not in turn[waits[0]]:
+        raise UnknownLoop("a loop that copies does not first wait for every product")
+    at = waits[1] if len(waits) > 1 else waits[0] + 1
+    if wanted[0] < at:
+        raise UnknownLoop("a loop copies before its waits")
     if any(ARRIVED in operation for operation in turn[at:]):
-        raise UnknownLoop("a loop waits for copies of its own turn behind its second product")
+        raise UnknownLoop("a loop waits for copies of its own turn behind its first product")
     results: dict[str, int] = {}
     actions = []
     for i, operation in enumerate(turn):

@@ -1,7 +1,7 @@
 """What is compiled, in one place: each kernel's arguments, its tiles per head_dim, and why.
 
 A variant is (kernel, head_dim, architecture). B, the GQA ratio, windows and in-block causality are
-run time arguments, so a head_dim costs three images per architecture and nothing else multiplies.
+run time arguments, so a head_dim costs a few images per architecture and nothing else multiplies.
 The Hopper kernels beside them (hopper_variants.py) exist for sm_90 alone.
 """
 
@@ -87,6 +87,10 @@ def kernel_named(name: str) -> Kernel:
 def units() -> list[tuple[str, int]]:
     """(kernel, head_dim) pairs: one compile job each, for all architectures."""
     return [(k.name, d) for k in KERNELS for d in k.choices]
+
+
+# The compile step's own files, without this one, of which `unit_digest` says what matters.
+COMPILER = ("compile", "gates", "prefetch", "spec")
 
 
 def unit_sources(name: str) -> list[Path]:
