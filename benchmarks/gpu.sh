@@ -28,6 +28,14 @@ tool() { # NAME: its path, from PATH, a CUDA toolkit or an NVIDIA wheel; empty, 
   echo "$path"
 }
 
+profile() { # NCU OPTION...: every attention kernel of one forward and backward
+  local path=$1
+  shift
+  step "ncu $*" 120 "$path" --clock-control none --kernel-name "regex:^(attention|hopper)_" \
+    --section SpeedOfLight --section LaunchStats --section Occupancy --section WarpStateStats \
+    python3 -m dflash_ext.bench once "$@"
+}
+
 build() {
   local log begin=$SECONDS
   log=$(mktemp)
@@ -86,15 +94,14 @@ run_step() {
           python3 -m pytest -q -x -p no:cacheprovider -m gpu tests/test_vocabulary_gpu.py -k 12345
       done
       unset PYTORCH_NO_CUDA_MEMORY_CACHING ;;
-    ncu) # once per kernel on shape A: the operator's path and plain Triton's, dS kept and recomputed
+    ncu) # once per kernel: the operator's path and plain Triton's, dS kept and recomputed
       path=$(tool ncu)
       [ -n "$path" ] || { failed+=(ncu); return; }
-      for run in "" "--path triton" "--recompute" "--path triton --recompute"; do
-        # shellcheck disable=SC2086
-        step "ncu $run" 120 "$path" --clock-control none --kernel-name "regex:^(attention|hopper)_" \
-          --section SpeedOfLight --section LaunchStats --section Occupancy \
-          --section WarpStateStats python3 -m dflash_ext.bench once --shape A $run
-      done ;;
+      profile "$path" --shape A
+      profile "$path" --shape A --path triton
+      profile "$path" --shape A --recompute
+      profile "$path" --shape A --path triton --recompute
+      profile "$path" --shape "D 256" ;;
     real_result) # needs the small target's wheel: see PIP_FIND_LINKS in pip's manual
       run=${RUN_DIR:-/tmp/real_result}
       # 14 minutes: more than one call of some machines, so in the background there
