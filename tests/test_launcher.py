@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from stub_driver import PRELUDE, ROOT, build_stubs, result, run
+from triton_sources import PYTHON, needs_triton
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +128,31 @@ print(json.dumps(dict(maps=maps(), grid=last().grid)))
         key_map(4 << 20, 300, 256, 128, 64),
     ]
     assert r["grid"] == (-(-300 // 128) + 1) * 2
+
+
+@needs_triton
+def test_boxes_are_the_tiles_that_the_code_copies(stub: dict[str, Path]) -> None:
+    """Of plain Triton's images with maps; G 12 is three groups of four heads."""
+    script = """
+from dflash_kernels.variants import kernel_named
+sizes = dict(num_blocks=5, num_ctx=300, num_kv_heads=2, B=8, G=12)
+boxes = []
+for row in json.loads(_C.build_report()):
+    if row["kernel"].startswith("attention_tma_"):
+        host = kernel_named(row["kernel"]).host
+        before = stub.stub_num_maps()
+        getattr(_C, row["kernel"])(device=0, stream=0, head_dim=row["head_dim"], **{n: sizes.get(n, 4096) for n in host})
+        boxes.append([m["box"] for m in maps()[before:]])
+print(json.dumps(boxes))
+"""
+    made = result(run(stub["plain"], script, PYTHONPATH=PYTHON))
+    images = [row for row in report() if row["kernel"].startswith("attention_tma_")]
+    assert {row["head_dim"] for row in images} == {64, 128, 256}
+    for row, boxes in zip(images, made, strict=True):
+        tile = row["constants"]
+        keys, rows = [64, 1, tile["BN"]], [64, 4, tile.get("M", 0) // 4]
+        of_keys = row["kernel"].endswith(("fwd", "bwd_dq"))
+        assert boxes == 2 * [keys if of_keys else rows], row["kernel"]
 
 
 def test_dq_of_kept_scores_reads_images_of_head_groups(stub: dict[str, Path]) -> None:

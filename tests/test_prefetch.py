@@ -18,6 +18,7 @@ from dflash_kernels.prefetch import (  # noqa: E402
     copies_early,
 )
 
+PRODUCT = "ttng.warp_group_dot "
 TURN = """\
       %phase = arith.xori %a, %one : i32
       ttng.wait_barrier %bar, %phase : i64
@@ -32,7 +33,7 @@ TURN = """\
       }) : f32
       %n = arith.addi %i, %step : i32
       %slot = arith.addi %a, %one : i32
-      %free = ttg.memdesc_index %slots[%slot] : f32
+      %free = ttg.memdesc_index %slots[%slot] : !ttg.memdesc<2x64xbf16> -> !ttg.memdesc<64xbf16>
       ttng.barrier_expect %bar, 32768, %go : i64
       ttng.async_tma_copy_global_to_local %map[%n, %zero] %free, %bar, %go : f32
       %used = arith.addf %m, %t_1#0 : f32
@@ -79,6 +80,8 @@ def test_a_loop_without_copies_stays() -> None:
         (TURN.replace("%n = arith.addi %i", "%n = tt.load %i"), "depend on %n = tt.load"),
         (TURN.replace("[%n, %zero]", "[%m, %zero]"), 'depend on %m = "tt.reduce"'),
         (moved(TURN, ARRIVED, "%slot ="), "waits for copies of its own turn"),
+        (TURN.replace("<2x64", "<1x64"), "into the slot that it reads"),
+        (TURN.replace("] %free,", "] %only,"), "into the slot that it reads"),
         ("\n".join(x for x in TURN.split("\n") if COPY not in x), "no innermost loop copies"),
     ],
     ids=[
@@ -88,6 +91,8 @@ def test_a_loop_without_copies_stays() -> None:
         "a load",
         "a product",
         "read late",
+        "one slot",
+        "one slot, not indexed",
         "none",
     ],
 )
@@ -96,9 +101,13 @@ def test_another_form_is_refused(turn: str, message: str) -> None:
         copies_early(module(turn))
 
 
-def test_compiled_kernels_have_their_copies_early() -> None:
-    """The smallest of them, by the build's own step: the same operations, in another order."""
-    script = """
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "waits"),
+    [("attention_tma_bwd_dq", 64, 2), ("attention_tma_bwd_dv", 256, 1)],
+)
+def test_compiled_kernels_have_their_copies_early(kernel: str, head_dim: int, waits: int) -> None:
+    """By the build's own step: the same operations, in another order."""
+    script = f"""
 from dflash_kernels import compile, prefetch
 from dflash_kernels.variants import unit_variants
 early = prefetch.copies_early
@@ -106,7 +115,7 @@ def printing(text):
     print(text, early(text), sep="\\0", end="\\0", file=sys.__stdout__)
     return early(text)
 prefetch.copies_early = printing
-compile.compile_variant(*unit_variants("attention_tma_bwd_dq", 64, (90,)))
+compile.compile_variant(*unit_variants("{kernel}", {head_dim}, (90,)))
 """
     done = compiling("import sys" + script)
     assert done.returncode == 0, done.stderr
@@ -114,7 +123,9 @@ compile.compile_variant(*unit_variants("attention_tma_bwd_dq", 64, (90,)))
     assert sorted(before) == sorted(after)
     loop = [i for i, x in enumerate(after) if " scf.for " in x][-1]
     turn = after[loop : [i for i, x in enumerate(after) if "scf.yield" in x][-1]]
-    waits = [i for i, x in enumerate(turn) if WAIT in x]
+    products = [i for i, x in enumerate(turn) if PRODUCT in x]
+    waited = [i for i, x in enumerate(turn) if WAIT in x]
     copies = [i for i, x in enumerate(turn) if COPY in x]
-    assert len(copies) == 2
-    assert waits[0] < copies[0] < copies[1] < waits[1]
+    assert (len(copies), len(waited)) == (2, waits)
+    behind = waited[1] if waits == 2 else products[-1]
+    assert waited[0] < copies[0] < copies[1] < behind

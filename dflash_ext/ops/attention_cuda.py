@@ -87,14 +87,16 @@ class _Kernels(NamedTuple):
 
 def _kernels(t: Tensors, layout: AttentionLayout, path: str) -> _Kernels:
     if path == "triton":
-        dkv: tuple[Callable[..., None], ...] = (_C.attention_bwd_dkv, _C.attention_bwd_own)
         if not tensor_maps_fit(t, layout):
-            return _Kernels(_C.attention_fwd, _C.attention_bwd_dq, dkv, (), {}, None)
-        dkv = (_C.attention_tma_bwd_dkv, _C.attention_tma_bwd_own)
+            plain = (_C.attention_bwd_dkv, _C.attention_bwd_own)
+            return _Kernels(_C.attention_fwd, _C.attention_bwd_dq, plain, (), {}, None)
+        forward, dq = _C.attention_tma_fwd, _C.attention_tma_bwd_dq
         if t.q.shape[2] not in HOPPER_HEAD_DIMS:
-            dkv = (_C.attention_tma_bwd_dk, _C.attention_tma_bwd_dv, _C.attention_bwd_own)
+            apart = (_C.attention_tma_bwd_dk, _C.attention_tma_bwd_dv, _C.attention_bwd_own)
+            return _Kernels(forward, dq, apart, (), {}, None)
+        together = (_C.attention_tma_bwd_dkv, _C.attention_tma_bwd_own)
         keep = (_C.attention_tma_bwd_dkv_keep, _C.attention_tma_bwd_own_keep)
-        return _Kernels(_C.attention_tma_fwd, _C.attention_tma_bwd_dq, dkv, keep, {}, None)
+        return _Kernels(forward, dq, together, keep, {}, None)
     own = hopper_own_tile(layout.block_size, gqa_ratio(t))
     counter = _new_counter(t)
     return _Kernels(

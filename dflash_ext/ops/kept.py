@@ -22,7 +22,8 @@ from dflash_ext import _C
 SHARE = 1 / 16
 """Of the device's memory, at most. A drafter's rank takes 12 to 50 GiB; sm_90 has 80 and more."""
 IMAGE_ROWS = 64  # rows, and keys, of one image of dS
-HOPPER_HEAD_DIMS = (64, 128)  # of the hopper path, and of the kernels around kept dS
+# Of the hopper path, of the kernels around kept dS, and of those that make dK and dV in one launch.
+HOPPER_HEAD_DIMS = (64, 128)
 LARGEST_BLOCK_ROWS = 128  # of a block and head group: a tile of rows holds whole blocks
 
 

@@ -71,19 +71,20 @@ def _row_map(name: str, choices: _Choices, contiguous: bool = False) -> TensorMa
 
 
 def _chosen(constant: str, choices: _Choices) -> str:
-    """C++ for a constant of the image that a launcher starts."""
-    rows = "".join(f"head_dim == {d} ? {tile[constant]} : " for d, tile in choices.items())
-    return f"({rows}0)"
+    """C++ for a constant of the image that a launcher starts; where there is none, of the last."""
+    values = [str(tile[constant]) for tile in choices.values()]
+    tests = [f"head_dim == {d} ? {v} : " for d, v in zip(choices, values, strict=True)]
+    return f"({''.join(tests[:-1])}{values[-1]})"
 
 
 def _name(kernel: str, tma: bool) -> str:
     return f"attention_tma_{kernel}" if tma else f"attention_{kernel}"
 
 
-def _where(tma: bool, choices: _Choices, small: _Choices | None = None) -> dict[str, Any]:
+def _where(tma: bool, choices: _Choices, small: _Choices) -> dict[str, Any]:
     """The architectures, tiles and constants of a declaration."""
     made = {d: {**tile, "TMA": int(tma)} for d, tile in choices.items()}
-    return {"choices": made, "only_sm": 90} if tma else {"choices": made, "small": small or {}}
+    return {"choices": made, "only_sm": 90} if tma else {"choices": made, "small": small}
 
 
 def _key_maps(tma: bool, choices: _Choices) -> dict[str, Argument]:
@@ -91,7 +92,6 @@ def _key_maps(tma: bool, choices: _Choices) -> dict[str, Argument]:
 
 
 def _forward(tma: bool) -> Kernel:
-    small: _Choices = {}
     if tma:
         # Two programs a multiprocessor: one's softmax beside the other's products.
         choices = dict.fromkeys((64, 128), _tile(M=128, PAIR=1))
@@ -105,7 +105,6 @@ def _forward(tma: bool) -> Kernel:
             # 256 columns of fp32 accumulator: 64 rows over 8 warps keep it in registers.
             256: _tile(M=64, PAIR=0, num_warps=8),
         }
-        small = {128: dict(STAGES=2), 256: dict(BN=32)}
     return Kernel(
         name=_name("fwd", tma),
         fn=attention_forward.attention_fwd_kernel,
@@ -120,7 +119,7 @@ def _forward(tma: bool) -> Kernel:
         grid=_ROW_TILES,
         tile="M",
         extra_host={"num_ctx": "i32"},
-        **_where(tma, choices, small),
+        **_where(tma, choices, small={128: dict(STAGES=2), 256: dict(BN=32)}),
     )
 
 

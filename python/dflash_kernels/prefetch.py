@@ -26,6 +26,8 @@ WAIT = "ttng.warp_group_dot_wait"
 ARRIVED = "ttng.wait_barrier"
 # What their operands may be made with: it neither has an effect nor depends on one.
 PURE = ("arith.", "ttg.memdesc_index")
+_DESTINATION = re.compile(r"\] (%\w+), ")  # of a copy, behind its coordinates
+_SLOTS = re.compile(r"ttg\.memdesc_index .*?: !ttg\.memdesc<(\d+)x")
 
 
 class UnknownLoop(RuntimeError):
@@ -63,8 +65,8 @@ def copies_early(text: str) -> str:
 
     Raises:
         UnknownLoop: a loop with copies does not wait for every product, perhaps for another, and
-            only then copy; its copies depend on more than arithmetic; it has not waited for all
-            that was copied for this turn by then; or no loop copies.
+            only then copy; it has not waited for all that was copied for this turn by then; its
+            copies depend on more than arithmetic, or fill a tile's only slot; or no loop copies.
     """
     lines = text.split("\n")
     begin = None
@@ -108,13 +110,19 @@ def _early(turn: list[str]) -> list[str]:
     if wanted[0] < at:
         raise UnknownLoop("a loop copies before its waits")
     if any(ARRIVED in operation for operation in turn[at:]):
-        raise UnknownLoop("a loop waits for copies of its own turn behind its first product")
+        raise UnknownLoop("a loop waits for copies of its own turn after the next ones' place")
     results: dict[str, int] = {}
     actions = []
     for i, operation in enumerate(turn):
         result, action = re.findall(r"^ *(?:(%\w+)(?::\d+)? = )?(.*)", operation)[0]
         results[result] = i
         actions.append(action)
+    for action in actions:
+        if action.startswith(COPY):
+            made = results.get(_DESTINATION.findall(action)[0])
+            slots = [] if made is None else _SLOTS.findall(actions[made])
+            if not slots or int(slots[0]) < 2:
+                raise UnknownLoop("a loop copies into the slot that it reads")
     moved: set[int] = set()
     while wanted:
         i = wanted.pop()
