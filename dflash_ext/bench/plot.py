@@ -76,10 +76,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
             if ceiling is not None:
                 name = "matrix product, in our rounds" if x == 0 else None
                 axes.plot([x - 0.45, x + 0.45], [ceiling] * 2, "k--", linewidth=1, label=name)
-        names = [
-            f"{row['shape']}\n{row['dtype']}" if "dtype" in row else row["shape"] for row in rows
-        ]
-        axes.set_xticks(range(len(rows)), names)
+        names = [", ".join(row[k] for k in ("shape", "dtype") if k in row) for row in rows]
+        axes.set_xticks(range(len(rows)), [name.replace(", ", "\n") for name in names])
         axes.set_title(title)
         if not cuda:
             axes.set_yscale("log")  # SDPA with a dense mask is one to two orders below
