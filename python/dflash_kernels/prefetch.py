@@ -26,8 +26,8 @@ WAIT = "ttng.warp_group_dot_wait"
 ARRIVED = "ttng.wait_barrier"
 # What their operands may be made with: it neither has an effect nor depends on one.
 PURE = ("arith.", "ttg.memdesc_index")
-_DESTINATION = re.compile(r"\] (%\w+), ")  # of a copy, behind its coordinates
-_SLOTS = re.compile(r"ttg\.memdesc_index .*?: !ttg\.memdesc<(\d+)x")
+_FILLED = re.compile(re.escape(COPY) + r" .*?\] (%\w+), ")  # by a copy, behind its coordinates
+_SLOTS = re.compile(r"(%\w+) = ttg\.memdesc_index .*?: !ttg\.memdesc<(\d+)x")
 
 
 class UnknownLoop(RuntimeError):
@@ -111,18 +111,17 @@ def _early(turn: list[str]) -> list[str]:
         raise UnknownLoop("a loop copies before its waits")
     if any(ARRIVED in operation for operation in turn[at:]):
         raise UnknownLoop("a loop waits for copies of its own turn after the next ones' place")
+    text = "\n".join(turn)
+    slots = dict(_SLOTS.findall(text))
+    filled = [int(slots.get(slot, 1)) for slot in _FILLED.findall(text)]
+    if len(filled) < text.count(COPY) or min(filled) < 2:
+        raise UnknownLoop("a loop copies into the slot that it reads")
     results: dict[str, int] = {}
     actions = []
     for i, operation in enumerate(turn):
         result, action = re.findall(r"^ *(?:(%\w+)(?::\d+)? = )?(.*)", operation)[0]
         results[result] = i
         actions.append(action)
-    for action in actions:
-        if action.startswith(COPY):
-            made = results.get(_DESTINATION.findall(action)[0])
-            slots = [] if made is None else _SLOTS.findall(actions[made])
-            if not slots or int(slots[0]) < 2:
-                raise UnknownLoop("a loop copies into the slot that it reads")
     moved: set[int] = set()
     while wanted:
         i = wanted.pop()
